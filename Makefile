@@ -1,0 +1,103 @@
+# `make serve` and `make test` are all a new machine needs to know; python3, pip and make are all it needs to have.
+#
+#   make serve          installs into .venv, fetches SmolLM2, serves it           ARGS="--port 50052" adds flags
+#   make test           the tests, about 15 minutes on two cores                  PYTEST_ARGS="-k stop" narrows
+#   make test-compile   kernels through the real TPU and GPU compilers, no device (downloads about 1 GB)
+#   make test-next      engine and kernel tests with the newest jax, where a python3.12 is found
+#   make soak           the long tests
+#   make clean          removes the environments
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+PYTHON ?= python3
+# A python3.12 or newer that runs; pyenv's shims can be on PATH without running, so ask each.
+PYTHON_NEXT ?= $(shell for candidate in python3.12 python3.13 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[23].*/bin/python3; do \
+	if "$$candidate" -c pass >/dev/null 2>&1; then echo "$$candidate"; break; fi; done)
+
+# Extras to install beside the plain package: `make serve EXTRAS=tpu`, `EXTRAS=cuda13`.
+EXTRAS ?=
+MODEL ?= smollm2-135m
+ARGS ?=
+JOBS ?= 2
+PYTEST_ARGS ?=
+NEXT_TESTS ?= $(wildcard tests/engine tests/pallas_kernels)
+COMPILE_TESTS := $(wildcard tests/compile/test_*.py tests/compile/*/test_*.py)
+
+comma := ,
+# The stamp's name holds the extras, so that other extras install again.
+SERVE_STAMP := .venv/installed$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
+PYTEST_LIMITS := --timeout 300 --timeout-method thread
+
+.PHONY: serve install test test-compile test-next soak clean help
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '3,8s/^# \{0,1\}//p' Makefile
+
+# $(call environment,FOLDER,PYTHON): a venv, also where the venv module comes without ensurepip (Debian).
+define environment
+	test -x $(1)/bin/python || $(2) -m venv $(1) || { rm -rf $(1); $(2) -m venv --without-pip $(1); }
+	$(1)/bin/python -m pip --version >/dev/null 2>&1 || $(2) -m pip --python $(1)/bin/python install --quiet pip
+endef
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"jserve needs Python 3.11 or newer; {sys.executable} is {sys.version.split()[0]}. Try: make PYTHON=python3.12 ...")'
+	@echo "making .venv with $$($(PYTHON) --version)"
+	@$(call environment,.venv,$(PYTHON))
+
+$(SERVE_STAMP): pyproject.toml | .venv/bin/python
+	@echo "installing jserve (once; a minute or two)"
+	@.venv/bin/python -m pip install --quiet --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
+	@touch $@
+
+.venv/installed-test: pyproject.toml | .venv/bin/python
+	@echo "installing jserve and what its tests need (once; a few minutes)"
+	@.venv/bin/python -m pip install --quiet --editable '.[test]'
+	@touch $@
+
+install: $(SERVE_STAMP)
+
+serve: $(SERVE_STAMP)
+	@exec .venv/bin/jserve serve --model $(MODEL) $(ARGS)
+
+test: .venv/installed-test
+	.venv/bin/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_LIMITS) $(PYTEST_ARGS) tests
+
+soak: .venv/installed-test
+	.venv/bin/python -m pytest -m soak --timeout 0 -s $(PYTEST_ARGS) tests
+
+ifeq ($(COMPILE_TESTS),)
+test-compile:
+	@echo "test-compile: no tests in tests/compile yet; nothing was run"
+else
+.venv-compile/installed: pyproject.toml
+	@$(call environment,.venv-compile,$(PYTHON))
+	@echo "installing the TPU and GPU compilers (once; about 1 GB)"
+	@.venv-compile/bin/python -m pip install --quiet --editable '.[compile]'
+	@touch $@
+
+test-compile: .venv-compile/installed
+	.venv-compile/bin/python -m pytest -m compile --timeout 900 $(PYTEST_ARGS) tests/compile
+endif
+
+ifeq ($(PYTHON_NEXT),)
+test-next:
+	@echo "test-next: no python3.12 or newer found (PYTHON_NEXT=... names one); nothing was run"
+else ifeq ($(NEXT_TESTS),)
+test-next:
+	@echo "test-next: no tests in tests/engine or tests/pallas_kernels yet; nothing was run"
+else
+.venv-next/installed: pyproject.toml
+	@$(call environment,.venv-next,$(PYTHON_NEXT))
+	@echo "installing jserve with the newest jax for $$($(PYTHON_NEXT) --version)"
+	@.venv-next/bin/python -m pip install --quiet --upgrade --editable '.[test]'
+	@touch $@
+
+test-next: .venv-next/installed
+	@.venv-next/bin/python -c 'import sys, jax; print("python", sys.version.split()[0], "jax", jax.__version__)'
+	.venv-next/bin/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_LIMITS) $(PYTEST_ARGS) $(NEXT_TESTS)
+endif
+
+clean:
+	rm -rf .venv .venv-compile .venv-next build *.egg-info

@@ -1,0 +1,1 @@
+"""Measuring: loads, one report schema, and the modes of `jserve bench`."""

@@ -1,0 +1,1 @@
+"""The `jserve` command: `main` finds the sub-command, each module here is one of them."""
