@@ -1,0 +1,98 @@
+"""The public calls: choose an implementation, prepare a step's metadata once, attend in every layer.
+
+Implementations are modules of this folder with `validate`, `prepare` and `attend`; nothing outside names them except by string.
+Called by model code under jit; knows neither models nor schedulers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
+from pallas_kernels.paged_attention.layout import PoolLayout
+
+IMPLEMENTATIONS = ("reference", "xla", "mosaic_tpu", "mosaic_gpu")
+_ORDER = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
+
+
+def choose(platform: str, layout: PoolLayout, spec: AttentionSpec, implementation: str | None = None) -> str:
+    """The implementation to use: the first of the platform's order that can serve `layout` and `spec`.
+
+    An explicit `implementation` is that one or nothing: its NotImplementedError is raised.
+    """
+    if implementation is not None:
+        _module(implementation).validate(layout, spec)
+        return implementation
+    refusals = []
+    for name in _ORDER[platform]:
+        try:
+            _module(name).validate(layout, spec)
+            return name
+        except NotImplementedError as error:
+            refusals.append(f"{name}: {error}")
+    raise NotImplementedError("; ".join(refusals))
+
+
+def prepare(
+    batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: AttentionSpec, implementation: str
+) -> Any:
+    """What `implementation` derives from a step's geometry, as a pytree.  Once a step, inside jit, outside the layer loop."""
+    num_rows = batch.block_tables.shape[0]
+    if batch.kv_lens.shape != (num_rows,) or batch.cu_q_lens.shape != (num_rows + 1,):
+        raise ValueError(
+            f"{num_rows} table rows need kv_lens[{num_rows}] and cu_q_lens[{num_rows + 1}], "
+            f"got {batch.kv_lens.shape} and {batch.cu_q_lens.shape}"
+        )
+    module = _module(implementation)
+    module.validate(layout, spec)
+    return module.prepare(batch, num_tokens, layout, spec)
+
+
+def paged_attention(
+    q: jax.Array,  # [T, N, H]
+    k: jax.Array,  # [T, K, H], this step's keys
+    v: jax.Array,  # [T, K, H], this step's values
+    pool: jax.Array,  # layout.shape(num_layers, num_blocks), layout.storage_dtype
+    layer: jax.Array | int,  # i32[]
+    metadata: Any,  # from prepare() with the same layout, spec and implementation
+    *,
+    layout: PoolLayout,
+    spec: AttentionSpec,
+    implementation: str,
+    sinks: jax.Array | None = None,  # f32[N] where spec.has_sinks
+    k_scale: jax.Array | None = None,  # f32[] or f32[K]: the pool holds k / k_scale
+    v_scale: jax.Array | None = None,  # f32[] or f32[K]: the pool holds v / v_scale
+) -> tuple[jax.Array, jax.Array]:
+    """Writes k and v of this step into `pool` (in place under donation), then attends.  Returns (out [T, N, H], pool).
+
+    Padding tokens write to the dead block and their rows of `out` are unspecified.  No sequence may read, in the same call,
+    a block that another one writes.  The softmax is in float32 whatever the inputs are.
+    """
+    if q.ndim != 3 or k.shape != v.shape or k.shape != (q.shape[0], layout.num_kv_heads, layout.head_dim):
+        raise ValueError(f"q {q.shape}, k {k.shape}, v {v.shape} do not fit {layout}")
+    if q.shape[2] != layout.head_dim or q.shape[1] % layout.num_kv_heads:
+        raise ValueError(f"q {q.shape}: {layout.num_kv_heads} kv heads of {layout.head_dim} cannot serve these heads")
+    if pool.shape != layout.shape(*pool.shape[:2]) or pool.dtype != layout.storage_dtype:
+        raise ValueError(f"pool {pool.dtype}{pool.shape} is not of {layout}")
+    if spec.has_sinks != (sinks is not None):
+        raise ValueError(f"spec.has_sinks={spec.has_sinks} but sinks={'given' if sinks is not None else None}")
+    return _module(implementation).attend(
+        q, k, v, pool, layer, metadata, layout=layout, spec=spec, sinks=sinks, k_scale=k_scale, v_scale=v_scale
+    )
+
+
+def _module(name: str) -> ModuleType:
+    """The implementation's module, imported when first asked for: its compiler may be absent on other platforms."""
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation={name!r}: one of {', '.join(IMPLEMENTATIONS)}")
+    module = f"{__package__}.{name}"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise NotImplementedError(f"{name} is not built yet") from error
