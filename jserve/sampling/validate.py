@@ -1,0 +1,212 @@
+"""The one validator of requests, for gRPC, HTTP, `batch` and the offline API.
+
+Every refusal is an INVALID_ARGUMENT that names the field and the value.  Ids are checked here because JAX would clamp
+or drop them without a word.  Tokenising and the engine come after; no jax.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from jserve.request import GenerateRequest, Message, RequestError, Sampling, SamplingParams, invalid
+from jserve.sampling import fields, limits
+from jserve.sampling.limits import ModelLimits
+
+_DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) -> Sampling:
+    """Final values of every field, or RequestError.
+
+    `num_prompt_tokens` counts the tokenised prompt; before or after `truncate_prompt` makes no difference.
+    """
+    asked = _read_fields(params, model)
+    num_prompt_tokens = min(num_prompt_tokens, asked["truncate_prompt_tokens"] or num_prompt_tokens)
+    room = _room_after_prompt(num_prompt_tokens, asked["max_tokens"], model)
+    max_tokens = room if asked["max_tokens"] is None else min(asked["max_tokens"], room)
+    min_tokens = asked["min_tokens"] or 0
+    _check_min_tokens(min_tokens, asked["max_tokens"], room, num_prompt_tokens, model)
+
+    temperature = _or(asked["temperature"], 1.0)
+    stop_token_ids = frozenset(asked["stop_token_ids"] or ())
+    banned = tuple(sorted(stop_token_ids | set(model.eos_token_ids))) if min_tokens else ()
+    if banned and not set(range(min(model.num_sampled_tokens, len(banned) + 1))) - set(banned):
+        raise invalid(_path("min_tokens"), min_tokens, "stop_token_ids and EOS leave no token to sample below the floor")
+    top_k = max(_or(asked["top_k"], 0), 0)
+    return Sampling(
+        temperature=max(temperature, limits.MIN_TEMPERATURE) if temperature else 0.0,
+        top_p=_or(asked["top_p"], 1.0),
+        top_k=top_k if top_k < model.num_sampled_tokens else 0,
+        min_p=_or(asked["min_p"], 0.0),
+        seed=secrets.randbits(64) - 2**63 if asked["seed"] is None else asked["seed"],
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        stop=asked["stop"] or (),
+        stop_token_ids=stop_token_ids,
+        eos_token_ids=frozenset() if asked["ignore_eos"] else frozenset(model.eos_token_ids),
+        # As in vLLM the floor masks EOS under ignore_eos too.
+        banned_below_min_tokens=banned,
+        include_stop_str_in_output=bool(asked["include_stop_str_in_output"]),
+        skip_special_tokens=_or(asked["skip_special_tokens"], True),
+        logprobs=asked["logprobs"],
+        prompt_logprobs=asked["prompt_logprobs"],
+        repetition_penalty=_or(asked["repetition_penalty"], 1.0),
+        presence_penalty=_or(asked["presence_penalty"], 0.0),
+        frequency_penalty=_or(asked["frequency_penalty"], 0.0),
+        n=_or(asked["n"], 1),
+    )
+
+
+def validate_request(request: GenerateRequest, model: ModelLimits) -> None:
+    """Everything that can be refused before the prompt is tokenised; `resolve` does the rest."""
+    if not isinstance(request.sampling_params, SamplingParams):
+        raise invalid("sampling_params", request.sampling_params, "must be a SamplingParams")
+    _read_fields(request.sampling_params, model)
+    _check_prompt(request, model)
+    if request.request_id is not None:
+        _check_request_id(request.request_id)
+    if request.lora_name:
+        raise invalid("lora_name", request.lora_name, "LoRA adapters are not supported yet")
+    if request.priority is not None:
+        fields.integer(-(2**31), 2**31 - 1, "must fit an int32")("priority", request.priority)
+    if request.cache_salt is not None:
+        fields.text(limits.MAX_CACHE_SALT_CHARACTERS)("cache_salt", request.cache_salt)
+    if request.bypass_prefix_cache is not None:
+        fields.boolean("bypass_prefix_cache", request.bypass_prefix_cache)
+
+
+def truncate_prompt(params: SamplingParams, prompt_token_ids: list[int]) -> list[int]:
+    """The last `truncate_prompt_tokens` ids, or all of them where it is unset."""
+    keep = params.truncate_prompt_tokens
+    if keep is None:
+        return prompt_token_ids
+    keep = fields.FIELDS["truncate_prompt_tokens"].read(_path("truncate_prompt_tokens"), keep)
+    return prompt_token_ids[-keep:]
+
+
+def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """The sampling values of a model's generation_config that fill unset fields; ValueError names a bad one.
+
+    As vLLM does: `do_sample` is not looked at, so `do_sample: false` alone does not make greedy the default, and
+    unknown keys count for nothing.  Its max_new_tokens is left out: unset max_tokens is what is left of the context.
+    """
+    defaults = {}
+    for name in _DEFAULTABLE:
+        if generation_config.get(name) is not None:
+            try:
+                defaults[name] = fields.FIELDS[name].read(f"generation_config.{name}", generation_config[name])
+            except RequestError as error:
+                raise ValueError(error.message) from None
+    return defaults
+
+
+def _path(name: str) -> str:
+    return f"sampling_params.{name}"
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def _read_fields(params: SamplingParams, model: ModelLimits) -> dict[str, Any]:
+    """Each field read by its rule; None where neither the client nor the model set it."""
+    asked = {}
+    for field in dataclasses.fields(params):
+        rule, value = fields.FIELDS[field.name], getattr(params, field.name)
+        path, origin = _path(field.name), ""
+        if value is None and field.name in _DEFAULTABLE:
+            value, origin = model.generation_defaults.get(field.name), " (the model's generation_config sets it)"
+        if value is None:
+            asked[field.name] = None
+            continue
+        asked[field.name] = read = rule.read(path, value)
+        if not rule.supported and read != rule.neutral:
+            raise invalid(path, value, f"{field.name} is not supported yet{origin}")
+    refuse_ids_beyond(model.vocab_size, "stop_token_ids", asked["stop_token_ids"] or ())
+    return asked
+
+
+def refuse_ids_beyond(vocab_size: int, name: str, token_ids: Iterable[int]) -> None:
+    """For every field that lists token ids: INVALID_ARGUMENT with the place of the first id outside the vocabulary."""
+    for index, token_id in enumerate(token_ids):
+        if token_id >= vocab_size:
+            raise invalid(f"{_path(name)}[{index}]", token_id, f"must be in 0..{vocab_size - 1}, the model's vocabulary")
+
+
+def _room_after_prompt(num_prompt_tokens: int, max_tokens: int | None, model: ModelLimits) -> int:
+    """Tokens that may follow the prompt, or the refusal of a prompt that leaves no room or never fits."""
+    context, asked = model.context_length, "unset" if max_tokens is None else max_tokens
+    if num_prompt_tokens == 0:
+        raise invalid("prompt", "0 tokens", "an empty prompt is refused; this model adds no BOS token to start from")
+    if num_prompt_tokens > context or (num_prompt_tokens == context and max_tokens != 0):
+        raise invalid("prompt", f"{num_prompt_tokens} tokens",
+                      f"leaves no room for output (max_tokens {asked}) in the context of {context} tokens")
+    room = context - num_prompt_tokens
+    if model.max_pool_tokens is not None:
+        if num_prompt_tokens > model.max_pool_tokens:
+            raise invalid("prompt", f"{num_prompt_tokens} tokens",
+                          f"can never fit the KV pool, which holds {model.max_pool_tokens} tokens of one sequence")
+        # The last token is never fed back, so it needs no place in the pool.
+        room = min(room, model.max_pool_tokens - num_prompt_tokens + 1)
+    return room
+
+
+def _check_min_tokens(min_tokens: int, max_tokens: int | None, room: int, num_prompt_tokens: int, model: ModelLimits):
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise invalid(_path("min_tokens"), min_tokens, f"must not be larger than max_tokens ({max_tokens})")
+    if min_tokens > room:
+        pool = "" if model.max_pool_tokens is None else f" and a KV pool of {model.max_pool_tokens}"
+        raise invalid(_path("min_tokens"), min_tokens, f"only {room} tokens can follow a prompt of {num_prompt_tokens} "
+                      f"in a context of {model.context_length}{pool}")
+
+
+def _check_prompt(request: GenerateRequest, model: ModelLimits) -> None:
+    given = [name for name in ("prompt", "prompt_token_ids", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        raise invalid("prompt", " and ".join(given) or "unset", "set exactly one of prompt, prompt_token_ids, messages")
+    if request.prompt is not None:
+        _check_prompt_text("prompt", request.prompt, request, model, may_be_empty=True)
+    elif request.prompt_token_ids is not None:
+        _check_prompt_token_ids(request.prompt_token_ids, model)
+    else:
+        _check_messages(request, model)
+
+
+def _check_prompt_text(path: str, value: object, request: GenerateRequest, model: ModelLimits, may_be_empty: bool):
+    """Text of a prompt or a message.  An empty prompt is `resolve`'s to refuse: a model may add BOS to it."""
+    if not (may_be_empty and isinstance(value, str) and not value):
+        fields.text()(path, value)
+    longest = model.max_prompt_characters
+    if longest is not None and len(value) > longest and request.sampling_params.truncate_prompt_tokens is None:
+        raise invalid(path, value, f"{len(value)} characters cannot fit the context of {model.context_length} tokens")
+
+
+def _check_prompt_token_ids(token_ids: object, model: ModelLimits) -> None:
+    fields.each(lambda _, value: value, max_items=2**31 - 1)("prompt_token_ids", token_ids)
+    if not token_ids:
+        raise invalid("prompt_token_ids", [], "must not be empty")
+    if set(map(type, token_ids)) == {int} and 0 <= min(token_ids) and max(token_ids) < model.vocab_size:
+        return
+    read = fields.integer(0, model.vocab_size - 1, f"must be in 0..{model.vocab_size - 1}, the model's vocabulary")
+    for index, token_id in enumerate(token_ids):
+        read(f"prompt_token_ids[{index}]", token_id)
+
+
+def _check_messages(request: GenerateRequest, model: ModelLimits) -> None:
+    fields.each(lambda _, value: value, max_items=2**20)("messages", request.messages)
+    if not request.messages:
+        raise invalid("messages", [], "must not be empty")
+    for index, message in enumerate(request.messages):
+        if not isinstance(message, Message):
+            raise invalid(f"messages[{index}]", message, "must be a Message")
+        fields.text(64)(f"messages[{index}].role", message.role)
+        _check_prompt_text(f"messages[{index}].content", message.content, request, model, may_be_empty=True)
+
+
+def _check_request_id(request_id: object) -> None:
+    fields.text(limits.MAX_REQUEST_ID_CHARACTERS)("request_id", request_id)
+    if not all("!" <= character <= "~" for character in request_id):
+        raise invalid("request_id", request_id, "must be printable ASCII without spaces")
