@@ -1,0 +1,1 @@
+"""Generated from proto/jserve/v1 by tools/gen_protos.py; not edited by hand."""
