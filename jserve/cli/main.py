@@ -1,0 +1,122 @@
+"""`jserve COMMAND`: finds the command, runs it, and turns what a person can cause into one line and an exit code.
+
+Commands are modules with USAGE, SUMMARY, add_arguments(parser) and run(arguments) -> exit code; only the one asked
+for is imported.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from jserve.cli.flags import NEAR, Parser
+
+FINE, FAILED, BAD_USAGE, INTERRUPTED = 0, 1, 2, 130
+
+COMMANDS = {
+    "serve": "the gRPC server",
+    "chat": "an interactive chat, in process or with a running server",
+    "generate": "one prompt, in process",
+    "batch": "a file of requests to a file of results",
+    "bench": "throughput, latency and start-up figures",
+    "fetch": "put a model on disk",
+}
+NOT_BUILT = ("plan", "replay", "top", "convert")
+
+USAGE = """\
+usage: jserve COMMAND [flags]        jserve COMMAND --help tells more
+
+{commands}
+
+First steps:
+  jserve chat                        talk to SmolLM2-135M (98 MB, fetched on first use)
+  jserve serve --model MODEL         serve a GGUF file or a folder with safetensors over gRPC
+
+Exit codes: 0 fine, 1 failed, 2 bad usage."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE.format(commands="\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())))
+        return FINE if argv else BAD_USAGE
+    if argv[0] in ("-V", "--version"):
+        from jserve import __version__
+
+        print(f"jserve {__version__}")
+        return FINE
+    name, rest = argv[0], argv[1:]
+    if name in NOT_BUILT:
+        return _usage_error(f"`jserve {name}` is not built yet")
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=NEAR)
+        return _usage_error(f"unknown command {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    return _run(name, rest)
+
+
+def _run(name: str, rest: list[str]) -> int:
+    command = importlib.import_module(f"jserve.cli.{name}")
+    parser = Parser(prog=f"jserve {name}", usage=f"jserve {name} {command.USAGE}", description=command.SUMMARY)
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    try:
+        command.add_arguments(parser)
+        arguments = parser.parse_args(rest)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else BAD_USAGE
+    try:
+        return command.run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has left; python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except Exception as error:
+        return _failed(name, error, arguments.debug)
+
+
+def _failed(name: str, error: Exception, debug: bool) -> int:
+    line = user_line(error)
+    if debug or line is None:
+        traceback.print_exception(error)
+    if line is None:
+        print(f"jserve {name}: this is a bug in jserve, please report it with the lines above", file=sys.stderr)
+    else:
+        print(f"jserve {name}: {line}", file=sys.stderr)
+    return FAILED
+
+
+def user_line(error: Exception) -> str | None:
+    """One line for an error that a person can mend; None for a bug of ours."""
+    from jserve.config import ConfigError
+    from jserve.request import Code, RequestError
+
+    if isinstance(error, RequestError):
+        return None if error.code is Code.INTERNAL else f"{error.code.value}: {error.message}"
+    if isinstance(error, ConfigError):
+        return _one_line(str(error))
+    if isinstance(error, OSError):
+        where = f": {error.filename}" if error.filename else ""
+        return _one_line(f"{error.strerror or error}{where}")
+    grpc = sys.modules.get("grpc")
+    if grpc is not None and isinstance(error, grpc.RpcError):
+        return _one_line(f"{error.code().name}: {error.details()}")
+    return None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _usage_error(line: str) -> int:
+    print(f"jserve: {line}\ntry: jserve --help", file=sys.stderr)
+    return BAD_USAGE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What a person sees while the engine starts: lines as they come, one bar for a phase that takes a while, seconds by phase.
+
+`report.line(text)` and `report.progress(phase, done, total)` are the two callbacks that `AsyncEngine.build` gets.
+Both may be called from any thread.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TextIO
+
+LINE_EVERY_S = 5.0
+"""Seconds between progress lines where there is no terminal to draw a bar on."""
+
+
+class StartReport:
+    """Writes to `stream` (stderr unless given), and keeps `seconds` by phase for `bench startup`.
+
+    A phase begins with its first progress call (done = 0) and ends with done == total.
+    """
+
+    def __init__(self, stream: TextIO | None = None, quiet: bool = False):
+        self.seconds: dict[str, float] = {}
+        self._stream = stream or sys.stderr
+        self._quiet = quiet
+        self._began: dict[str, float] = {}
+        self._last_line = 0.0
+        self._bar = None
+        self._task = None
+        self._lock = threading.Lock()
+
+    def line(self, text: str) -> None:
+        """One line that stays, above the bar where one is drawn."""
+        if self._quiet:
+            return
+        with self._lock:
+            if self._bar is not None:
+                self._bar.console.print(text, markup=False, highlight=False)
+            else:
+                print(text, file=self._stream, flush=True)
+
+    __call__ = line
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """`done` of `total` parts of a phase are finished, e.g. ("compile", 3, 14)."""
+        now = time.perf_counter()
+        with self._lock:
+            began = self._began.setdefault(phase, now)
+            self.seconds[phase] = now - began
+            if self._quiet:
+                return
+            if self._stream.isatty():
+                self._draw(phase, done, total)
+            elif done >= total or now - max(self._last_line, began) >= LINE_EVERY_S:
+                self._last_line = now
+                print(f"{phase}: {done}/{total} ({now - began:.1f} s)", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Takes the bar away; lines after it are plain again."""
+        with self._lock:
+            self._stop_bar()
+
+    def _draw(self, phase: str, done: int, total: int) -> None:
+        if self._bar is None:
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self._bar = Progress(*columns, console=Console(file=self._stream), transient=True)
+            self._task = self._bar.add_task(phase, total=total)
+            self._bar.start()
+        self._bar.update(self._task, description=phase, completed=done, total=total)
+        if done >= total:
+            self._stop_bar()
+            print(f"{phase}: {total} in {self.seconds[phase]:.1f} s", file=self._stream, flush=True)
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
