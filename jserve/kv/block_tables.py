@@ -1,0 +1,219 @@
+"""Block tables of all slots and the pools behind them: append, share, copy-on-write, give back.
+
+The mapping alone: which block stands where, and who else names it. Knows positions but no tokens; what a block holds
+is the prefix cache's business, which hears of every block that loses its content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jserve.kv.block_pool import DEAD_BLOCK, BlockPool
+from jserve.kv.groups import GroupSpec
+
+
+class BlockTables:
+    """Invariant: a block's owners are the table entries that name it. A block that its sequence may still write has
+    one owner and is not findable, but for the last one after a fork, which is copied when its sequence grows."""
+
+    def __init__(
+        self,
+        groups: Sequence[GroupSpec],
+        num_blocks: Sequence[int],
+        block_size: int,
+        num_slots: int,
+        max_blocks_per_seq: int,
+        on_evict: Callable[[int, list[int]], None],
+        on_drop: Callable[[int, list[int]], None] | None,
+    ):
+        """on_evict(group, blocks): cached blocks that were handed out; on_drop: blocks whose content nobody can
+        read any more (those and freed ones)."""
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.max_blocks_per_seq = max_blocks_per_seq
+        self.pools = tuple(BlockPool(count) for count in num_blocks)
+        self.tables = tuple(np.zeros((num_slots, max_blocks_per_seq), np.int32) for _ in groups)
+        self.live = np.zeros(num_slots, bool)
+        self.num_blocks = np.zeros(num_slots, np.int64)  # entries in use, those behind a window included
+        self.num_behind = np.zeros((len(groups), num_slots), np.int64)  # leading entries given back
+        self.num_computed = np.zeros(num_slots, np.int64)  # tokens whose KV is known to be there
+        self.shared_last = np.full(num_slots, -1, np.int64)  # index of a partial block shared by a fork, or -1
+        self._copies: dict[tuple[int, int], int] = {}  # (group, destination) -> source
+        self._on_evict = on_evict
+        self._on_drop = on_drop
+        self.num_copied_blocks = 0
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that every group can still hand out, free or cached."""
+        return min(pool.num_available for pool in self.pools)
+
+    def occupy(self, slot: int) -> None:
+        if self.live[slot]:
+            raise ValueError(f"slot {slot} is taken")
+        self.live[slot] = True
+
+    def adopt(self, slot: int, blocks: np.ndarray) -> None:
+        """Takes full, computed blocks (i32[groups, n]) as the head of an empty table; entries that a window does not
+        need are left out."""
+        count = blocks.shape[1]
+        for group, spec in enumerate(self.groups):
+            num_behind = int(spec.num_blocks_behind(count * self.block_size, self.block_size))
+            self.pools[group].share(blocks[group, num_behind:])
+            self.tables[group][slot, num_behind:count] = blocks[group, num_behind:]
+            self.num_behind[group, slot] = num_behind
+        self.num_blocks[slot] = count
+        self.num_computed[slot] = count * self.block_size
+
+    def num_new_blocks(self, slot: int, num_tokens: int) -> int:
+        return self._num_missing(slot, num_tokens) + any(self._groups_to_copy(slot))
+
+    def can_grow(self, slot: int, num_tokens: int) -> bool:
+        num_missing = self._num_missing(slot, num_tokens)
+        copied = self._groups_to_copy(slot)
+        return all(num_missing + copy <= pool.num_available for pool, copy in zip(self.pools, copied))
+
+    def grow(self, slot: int, num_tokens: int) -> bool:
+        if not self.can_grow(slot, num_tokens):
+            return False
+        self._copy_shared_last(slot)
+        self._append(np.array([slot]), np.array([self._num_missing(slot, num_tokens)]))
+        return True
+
+    def grow_each(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
+        num_missing = np.maximum(-(-num_tokens // self.block_size) - self.num_blocks[slots], 0)
+        forked = self.shared_last[slots] >= 0
+        total, num_forked = int(num_missing.sum()), int(np.count_nonzero(forked))
+        if total == 0 and num_forked == 0:
+            return len(slots)
+        if total + num_forked <= self.num_available:
+            for slot in slots[forked].tolist():
+                self._copy_shared_last(slot)
+            self._append(slots, num_missing)
+            return len(slots)
+        if num_forked == 0:
+            num_fitting = int(np.searchsorted(np.cumsum(num_missing), self.num_available, side="right"))
+            self._append(slots[:num_fitting], num_missing[:num_fitting])
+            return num_fitting
+        for place, (slot, count) in enumerate(zip(slots.tolist(), num_tokens.tolist())):
+            if not self.grow(slot, count):
+                return place
+        return len(slots)
+
+    def fork(self, parent: int, child: int, num_tokens: int) -> None:
+        if num_tokens > self.num_computed[parent]:
+            raise ValueError(f"fork at {num_tokens} tokens, but slot {parent} has {self.num_computed[parent]} computed")
+        self.occupy(child)
+        count = -(-num_tokens // self.block_size)
+        for group, table in enumerate(self.tables):
+            num_behind = min(int(self.num_behind[group, parent]), count)
+            self.pools[group].share(table[parent, num_behind:count])
+            table[child, :count] = table[parent, :count]
+            self.num_behind[group, child] = num_behind
+        self.num_blocks[child] = count
+        self.num_computed[child] = num_tokens
+        if num_tokens % self.block_size:
+            self.shared_last[child] = count - 1
+            if self.num_computed[parent] < count * self.block_size:
+                self.shared_last[parent] = count - 1
+
+    def take_copies(self) -> list[tuple[int, int, int]]:
+        copies = [(group, source, destination) for (group, destination), source in self._copies.items()]
+        self._copies.clear()
+        return copies
+
+    def release_behind_window(self, slots: np.ndarray, num_computed: np.ndarray) -> None:
+        for group, spec in enumerate(self.groups):
+            if spec.window is None:
+                continue
+            num_behind = np.minimum(spec.num_blocks_behind(num_computed, self.block_size), self.num_blocks[slots])
+            counts = np.maximum(num_behind - self.num_behind[group, slots], 0)
+            if not counts.any():
+                continue
+            rows, columns = _spread(slots, self.num_behind[group, slots], counts)
+            table = self.tables[group]
+            blocks = table[rows, columns][::-1]
+            table[rows, columns] = DEAD_BLOCK
+            self.num_behind[group, slots] += counts
+            self._release(group, blocks)
+
+    def free(self, slot: int) -> None:
+        if not self.live[slot]:
+            raise ValueError(f"slot {slot} is empty")
+        count = int(self.num_blocks[slot])
+        for group, table in enumerate(self.tables):
+            blocks = table[slot, int(self.num_behind[group, slot]) : count][::-1].copy()
+            table[slot, :count] = DEAD_BLOCK
+            self._release(group, blocks)
+        self.live[slot] = False
+        self.num_blocks[slot] = self.num_computed[slot] = 0
+        self.num_behind[:, slot] = 0
+        self.shared_last[slot] = -1
+
+    def _num_missing(self, slot: int, num_tokens: int) -> int:
+        return max(-(-num_tokens // self.block_size) - int(self.num_blocks[slot]), 0)
+
+    def _groups_to_copy(self, slot: int) -> list[bool]:
+        """Per group: whether the slot's next write would change a block that somebody else reads."""
+        index = int(self.shared_last[slot])
+        if index < 0 or self.num_computed[slot] >= (index + 1) * self.block_size:
+            return [False] * len(self.groups)
+        blocks = [int(table[slot, index]) for table in self.tables]
+        return [
+            block != DEAD_BLOCK and bool(pool.num_owners[block] > 1 or pool.findable[block])
+            for pool, block in zip(self.pools, blocks)
+        ]
+
+    def _copy_shared_last(self, slot: int) -> None:
+        index = int(self.shared_last[slot])
+        for group, copied in enumerate(self._groups_to_copy(slot)):
+            if not copied:
+                continue
+            source = int(self.tables[group][slot, index])
+            destination = int(self._allocate(group, 1)[0])
+            self.tables[group][slot, index] = destination
+            # A source that is itself still to be copied into is read where its content is now.
+            self._copies[group, destination] = self._copies.get((group, source), source)
+            self._release(group, np.array([source], np.int32))
+            self.num_copied_blocks += 1
+        self.shared_last[slot] = -1
+
+    def _append(self, slots: np.ndarray, counts: np.ndarray) -> None:
+        total = int(counts.sum())
+        if total == 0:
+            return
+        starts = self.num_blocks[slots]
+        if (longest := int((starts + counts).max())) > self.max_blocks_per_seq:
+            raise ValueError(f"a sequence of {longest} blocks, but a table row has {self.max_blocks_per_seq}")
+        rows, columns = _spread(slots, starts, counts)
+        for group, table in enumerate(self.tables):
+            table[rows, columns] = self._allocate(group, total)
+        self.num_blocks[slots] += counts
+
+    def _allocate(self, group: int, count: int) -> np.ndarray:
+        blocks, evicted = self.pools[group].allocate(count)
+        if evicted:
+            self._on_evict(group, evicted)
+            self._drop(group, evicted)
+        return blocks
+
+    def _release(self, group: int, blocks: np.ndarray) -> None:
+        freed = self.pools[group].release(blocks)
+        if len(freed) and (self._copies or self._on_drop):
+            self._drop(group, freed.tolist())
+
+    def _drop(self, group: int, blocks: list[int]) -> None:
+        for block in blocks if self._copies else ():
+            self._copies.pop((group, block), None)
+        if self._on_drop is not None:
+            self._on_drop(group, blocks)
+
+
+def _spread(slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows and columns of `counts` table entries behind `starts`: slots [3, 5], starts [7, 2], counts [1, 2]
+    give rows [3, 5, 5], columns [7, 2, 3]."""
+    ends = np.cumsum(counts)
+    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - counts, counts)
+    return np.repeat(slots, counts), np.repeat(starts, counts) + within

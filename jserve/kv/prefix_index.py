@@ -1,0 +1,227 @@
+"""Which blocks hold which prefix: match, register, evict.
+
+A tree with one node per block-sized piece of a prefix. A node names the block that holds it in each layer group (or
+none: a node stays as long as something below it is cached, or a running sequence stands on it). How a child is found
+is a lookup of its own: by chained hash here, by exact tokens in tree_lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jserve.kv.block_keys import HashBlock, chain_start
+
+NO_BLOCK = 0
+"""A group that holds no block for a node (the dead block's id)."""
+
+
+class Lookup(Protocol):
+    """Finds the child of a node by its tokens; exact: never a node with other tokens or another parent."""
+
+    def add_root(self, root: int, salt: bytes) -> None: ...
+    def find(self, parent: int, tokens: bytes) -> int | None: ...
+    def claim(self, parent: int, tokens: bytes, node: int) -> int | None:
+        """The child there is, or else `node`, which becomes it; None where it cannot be held beside the others."""
+        ...
+
+    def remove(self, parent: int, tokens: bytes, node: int) -> None: ...
+
+
+class PrefixIndex:
+    """Invariant: each node's parent is in the index; each node is in use: it has a block, a child or a holder."""
+
+    def __init__(self, num_groups: int, block_size: int, lookup: Lookup):
+        self._bytes_per_block = 4 * block_size
+        self._lookup = lookup
+        self._roots: dict[bytes, int] = {}
+        self._salts: dict[int, bytes] = {}
+        # One entry per node id, as lists of plain values: nothing here for the garbage collector to walk.
+        self._parent: list[int | None] = []
+        self._tokens: list[bytes] = []
+        self._num_uses: list[int] = []  # children + holders + blocks
+        self._block: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
+        self._node_of: tuple[dict[int, int], ...] = tuple({} for _ in range(num_groups))
+        self._unused_ids: list[int] = []
+
+    def root(self, salt: bytes) -> int:
+        """The empty prefix of all sequences with this salt, held once more for the caller."""
+        root = self._roots.get(salt)
+        if root is None:
+            root = self._new_node(None, b"")
+            self._roots[salt] = root
+            self._salts[root] = salt
+            self._lookup.add_root(root, salt)
+        self._num_uses[root] += 1
+        return root
+
+    def hold(self, node: int) -> None:
+        """Keeps `node` in the index, with or without blocks, until it is dropped as often."""
+        self._num_uses[node] += 1
+
+    def drop(self, node: int) -> None:
+        self._end_use(node)
+
+    def match(self, root: int, tokens: np.ndarray, max_blocks: int) -> list[int]:
+        """Nodes of the longest known prefix of `tokens` (i32), at most max_blocks; some may hold no block."""
+        size, find = self._bytes_per_block, self._lookup.find
+        data = np.ascontiguousarray(tokens, np.int32).tobytes()
+        nodes: list[int] = []
+        node = root
+        for start in range(0, max_blocks * size, size):
+            child = find(node, data[start : start + size])
+            if child is None:
+                break
+            nodes.append(child)
+            node = child
+        return nodes
+
+    def blocks(self, nodes: Sequence[int]) -> np.ndarray:
+        """i32[groups, nodes]: the block of each node in each group, or NO_BLOCK."""
+        return np.array([[block[node] for node in nodes] for block in self._block], np.int32)
+
+    def register(self, parent: int, tokens: bytes, blocks: Sequence[int]) -> tuple[int, list[int]] | None:
+        """Makes a full block findable: `blocks` (one per group, or NO_BLOCK) hold `tokens` behind `parent`.
+
+        Where a group already has a block for this prefix the first one stays. Returns the node and the groups that
+        took the given block; None where the lookup cannot hold the prefix (a colliding hash): it stays unknown.
+        """
+        next_id = self._unused_ids[-1] if self._unused_ids else len(self._parent)
+        node = self._lookup.claim(parent, tokens, next_id)
+        if node is None:
+            return None
+        if node == next_id:
+            self._new_node(parent, tokens)
+            self._num_uses[parent] += 1
+        return node, self.fill(node, blocks)
+
+    def fill(self, node: int, blocks: Sequence[int]) -> list[int]:
+        """Gives `node` the given block in each group where it has none; returns those groups."""
+        filled = []
+        for group, block in enumerate(blocks):
+            if block != NO_BLOCK and self._block[group][node] == NO_BLOCK:
+                self._block[group][node] = block
+                self._node_of[group][block] = node
+                self._num_uses[node] += 1
+                filled.append(group)
+        return filled
+
+    def evict(self, group: int, block: int) -> None:
+        """Forgets what `block` holds."""
+        node = self._node_of[group].pop(block)
+        self._block[group][node] = NO_BLOCK
+        self._end_use(node)
+
+    def parent(self, node: int) -> int | None:
+        return self._parent[node]
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self._parent) - len(self._unused_ids)
+
+    def findable_blocks(self, group: int) -> list[int]:
+        return list(self._node_of[group])
+
+    def check(self) -> list[str]:
+        """Violations of the class invariant that can be seen without knowing the holders, in words."""
+        problems = []
+        unused = set(self._unused_ids)
+        least_uses = [0] * len(self._parent)
+        for node, parent in enumerate(self._parent):
+            if node in unused:
+                continue
+            least_uses[node] += sum(block[node] != NO_BLOCK for block in self._block)
+            if parent is not None:
+                least_uses[parent] += 1
+                if parent in unused:
+                    problems.append(f"index node {node} hangs on node {parent}, which is gone")
+                elif self._lookup.find(parent, self._tokens[node]) != node:
+                    problems.append(f"index node {node} is not found under its own tokens")
+        for node in range(len(self._parent)):
+            if node not in unused and not (self._num_uses[node] >= max(1, least_uses[node])):
+                problems.append(f"index node {node} counts {self._num_uses[node]} uses, has {least_uses[node]}")
+        for group, node_of in enumerate(self._node_of):
+            for block, node in node_of.items():
+                if self._block[group][node] != block:
+                    problems.append(f"group {group}: block {block} and index node {node} disagree")
+        return problems
+
+    def _new_node(self, parent: int | None, tokens: bytes) -> int:
+        if self._unused_ids:
+            node = self._unused_ids.pop()
+            self._parent[node], self._tokens[node], self._num_uses[node] = parent, tokens, 0
+            return node
+        self._parent.append(parent)
+        self._tokens.append(tokens)
+        self._num_uses.append(0)
+        for block in self._block:
+            block.append(NO_BLOCK)
+        return len(self._parent) - 1
+
+    def _end_use(self, node: int) -> None:
+        self._num_uses[node] -= 1
+        while self._num_uses[node] == 0:
+            parent = self._parent[node]
+            if parent is None:
+                del self._roots[self._salts.pop(node)]
+                self._unused_ids.append(node)
+                return
+            self._parent[node] = None
+            self._lookup.remove(parent, self._tokens[node], node)
+            self._tokens[node] = b""
+            self._unused_ids.append(node)
+            self._num_uses[parent] -= 1
+            node = parent
+
+
+class HashLookup:
+    """By the key of the chain up to and including the block. The stored tokens and parent decide, not the key."""
+
+    def __init__(self, root_key: bytes, block_size: int, hash_block: HashBlock):
+        self._root_key = root_key
+        self._block_size = block_size
+        self._hash_block = hash_block
+        self._key: dict[int, bytes] = {}
+        self._node: dict[bytes, tuple[int, int, bytes]] = {}  # key -> node, parent, tokens
+
+    def add_root(self, root: int, salt: bytes) -> None:
+        self._key[root] = chain_start(self._root_key, salt, self._block_size)
+
+    def find(self, parent: int, tokens: bytes) -> int | None:
+        known = self._node.get(self._hash_block(self._key[parent], tokens))
+        if known is None or known[1] != parent or known[2] != tokens:
+            return None
+        return known[0]
+
+    def claim(self, parent: int, tokens: bytes, node: int) -> int | None:
+        key = self._hash_block(self._key[parent], tokens)
+        known = self._node.get(key)
+        if known is not None:
+            return known[0] if known[1] == parent and known[2] == tokens else None
+        self._node[key] = node, parent, tokens
+        self._key[node] = key
+        return node
+
+    def remove(self, parent: int, tokens: bytes, node: int) -> None:
+        del self._node[self._key.pop(node)]
+
+
+class TreeLookup:
+    """By parent and exact tokens: no hash of ours, nothing that can collide."""
+
+    def __init__(self) -> None:
+        self._node: dict[tuple[int, bytes], int] = {}
+
+    def add_root(self, root: int, salt: bytes) -> None:
+        pass
+
+    def find(self, parent: int, tokens: bytes) -> int | None:
+        return self._node.get((parent, tokens))
+
+    def claim(self, parent: int, tokens: bytes, node: int) -> int | None:
+        return self._node.setdefault((parent, tokens), node)
+
+    def remove(self, parent: int, tokens: bytes, node: int) -> None:
+        del self._node[parent, tokens]
