@@ -106,6 +106,10 @@ class BlockManager:
             self._memory.num_copied_blocks,
         )
 
+    def fits(self, num_tokens: int) -> bool:
+        """Whether one sequence of num_tokens can be held at all, alone in the pool."""
+        return self._memory.fits(num_tokens)
+
     # One sequence's life
 
     def match(self, tokens: np.ndarray, salt: bytes = b"") -> int:
@@ -116,6 +120,25 @@ class BlockManager:
         _, num_hit = self._find_prefix(root, tokens)
         self._index.drop(root)
         return num_hit * self.block_size
+
+    def can_admit(
+        self, tokens: np.ndarray, *, salt: bytes = b"", use_cache: bool = True, headroom: int = 0
+    ) -> bool:
+        """Whether admit and then grow to len(tokens) would succeed and leave `headroom` blocks available."""
+        num_needed = -(-len(tokens) // self.block_size) + headroom
+        num_shareable = self._num_shareable(tokens) if self._prefix_cache and use_cache else 0
+        if num_needed - num_shareable > self.num_available_blocks:
+            return False  # even if all that can be cached is, and in use
+        if num_shareable == 0:
+            return True
+        root = self._index.root(salt)
+        nodes, num_hit = self._find_prefix(root, tokens)
+        num_revived = self._memory.num_cached_among(self._index.blocks(nodes[:num_hit]))
+        self._index.drop(root)
+        return all(
+            num_needed - num_hit + revived <= pool.num_available
+            for pool, revived in zip(self._memory.pools, num_revived)
+        )
 
     def admit(self, slot: int, tokens: np.ndarray, *, salt: bytes = b"", use_cache: bool = True) -> int:
         """Starts a sequence in an empty slot with the cached part of `tokens` (i32, all known tokens); returns the
@@ -143,7 +166,7 @@ class BlockManager:
     def fits(self, num_tokens: int) -> bool:
         """Whether one sequence of that many tokens, alone, can ever be held."""
         num_blocks = -(-num_tokens // self.block_size)
-        return num_blocks <= min(self.max_blocks_per_seq, *(pool.num_usable for pool in self.pools))
+        return num_blocks <= min(self._memory.max_blocks_per_seq, *(pool.num_usable for pool in self._memory.pools))
 
     def can_admit(
         self, tokens: np.ndarray, *, salt: bytes = b"", use_cache: bool = True, headroom: int = 0
@@ -159,8 +182,8 @@ class BlockManager:
         blocks = self._index.blocks(nodes[:num_hit])
         self._index.drop(root)
         # A hit that another sequence holds costs nothing; one that nobody holds is taken out of what is available.
-        held = [np.count_nonzero(pool.num_owners[blocks[group]] > 0) for group, pool in enumerate(self.pools)]
-        return all(num_blocks - held + headroom <= pool.num_available for held, pool in zip(held, self.pools))
+        held = [np.count_nonzero(pool.num_owners[blocks[group]] > 0) for group, pool in enumerate(self._memory.pools)]
+        return all(num_blocks - held + headroom <= pool.num_available for held, pool in zip(held, self._memory.pools))
 
     def num_new_blocks(self, slot: int, num_tokens: int) -> int:
         """Blocks that grow would take from each group's pool: new ones, and the copy of a shared last block."""
@@ -237,6 +260,7 @@ class BlockManager:
 
     def flush(self) -> int:
         """Forgets what is cached and has no owner; returns how many blocks that were."""
+        self._index.forget_last_match()
         num_forgotten = 0
         for group, pool in enumerate(self._memory.pools):
             blocks = pool.forget_cached()
@@ -247,11 +271,22 @@ class BlockManager:
                 self._poison(group, blocks)
         return num_forgotten
 
+    def check_integrity(self) -> list[str]:
+        """Violated invariants in words; empty when sound. For tests and Control.CheckIntegrity: looks at everything."""
+        problems = self._memory.check() + self._index.check(node for node in self._node if node is not None)
+        for group, pool in enumerate(self._memory.pools):
+            if set(np.flatnonzero(pool.findable).tolist()) != set(self._index.findable_blocks(group)):
+                problems.append(f"group {group}: the findable blocks of pool and index differ")
+        return problems
+
     # Prefix cache
 
+    def _num_shareable(self, tokens: np.ndarray) -> int:
+        """Full blocks that leave at least the last token to compute."""
+        return min(max(len(tokens) - 1, 0) // self.block_size, self._memory.max_blocks_per_seq)
+
     def _find_prefix(self, root: int, tokens: np.ndarray) -> tuple[list[int], int]:
-        limit = min(max(len(tokens) - 1, 0) // self.block_size, self._memory.max_blocks_per_seq)
-        nodes = self._index.match(root, tokens, limit)
+        nodes = self._index.match(root, tokens, self._num_shareable(tokens))
         return nodes, combined_hit(self._index.blocks(nodes) != 0, self._memory.groups, self.block_size)
 
     def _stand(self, slot: int, node: int, num_registered: int) -> None:

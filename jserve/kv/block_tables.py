@@ -50,6 +50,19 @@ class BlockTables:
         """Blocks that every group can still hand out, free or cached."""
         return min(pool.num_available for pool in self.pools)
 
+    def fits(self, num_tokens: int) -> bool:
+        count = -(-num_tokens // self.block_size)
+        return count <= min(self.max_blocks_per_seq, *(pool.num_usable for pool in self.pools))
+
+    def num_cached_among(self, blocks: np.ndarray) -> list[int]:
+        """Per group: how many of the blocks that adopt would take (i32[groups, n]) are available to others now."""
+        num_tokens = blocks.shape[1] * self.block_size
+        counts = []
+        for group, (pool, spec) in enumerate(zip(self.pools, self.groups)):
+            taken = blocks[group, int(spec.num_blocks_behind(num_tokens, self.block_size)) :]
+            counts.append(int(np.count_nonzero(pool.num_owners[taken] == 0)))
+        return counts
+
     def occupy(self, slot: int) -> None:
         if self.live[slot]:
             raise ValueError(f"slot {slot} is taken")
@@ -151,6 +164,31 @@ class BlockTables:
         self.num_blocks[slot] = self.num_computed[slot] = 0
         self.num_behind[:, slot] = 0
         self.shared_last[slot] = -1
+
+    def check(self) -> list[str]:
+        """Violations of the class invariant and of the pools', in words. Costs a look at every table entry."""
+        problems = []
+        columns = np.arange(self.max_blocks_per_seq)
+        for group, (table, pool) in enumerate(zip(self.tables, self.pools)):
+            in_use = (columns >= self.num_behind[group, :, None]) & (columns < self.num_blocks[:, None])
+            owners = np.bincount(table[in_use], minlength=pool.num_blocks)
+            # Entries that may still be written: from the first block that is not full on.
+            writable = in_use & (columns >= (self.num_computed // self.block_size)[:, None])
+            writable &= columns != self.shared_last[:, None]
+            exposed = writable & ((pool.num_owners[table] > 1) | pool.findable[table])
+            violations = {
+                "blocks whose owners differ from the table entries": owners != pool.num_owners,
+                "slots with the dead block in a used entry": (in_use & (table == DEAD_BLOCK)).any(axis=1),
+                "slots with a block in an unused entry": (~in_use & (table != DEAD_BLOCK)).any(axis=1),
+                "empty slots with blocks": ~self.live & (self.num_blocks > 0),
+                "slots that may write a shared or findable block": exposed.any(axis=1),
+            }
+            found = [f"{what}: {np.flatnonzero(where)[:8].tolist()}" for what, where in violations.items() if where.any()]
+            problems += [f"group {group}: {text}" for text in found + pool.check()]
+        for group, destination in self._copies:
+            if self.pools[group].num_owners[destination] < 1:
+                problems.append(f"group {group}: a copy into block {destination}, which nobody owns")
+        return problems
 
     def _num_missing(self, slot: int, num_tokens: int) -> int:
         return max(-(-num_tokens // self.block_size) - int(self.num_blocks[slot]), 0)

@@ -7,7 +7,9 @@ is a lookup of its own: by chained hash here, by exact tokens in tree_lookup.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -45,6 +47,7 @@ class PrefixIndex:
         self._block: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
         self._node_of: tuple[dict[int, int], ...] = tuple({} for _ in range(num_groups))
         self._unused_ids: list[int] = []
+        self._last_match: _LastMatch | None = None
 
     def root(self, salt: bytes) -> int:
         """The empty prefix of all sequences with this salt, held once more for the caller."""
@@ -65,18 +68,32 @@ class PrefixIndex:
         self._end_use(node)
 
     def match(self, root: int, tokens: np.ndarray, max_blocks: int) -> list[int]:
-        """Nodes of the longest known prefix of `tokens` (i32), at most max_blocks; some may hold no block."""
+        """Nodes of the longest known prefix of `tokens` (i32), at most max_blocks; some may hold no block.
+
+        The last answer is kept, its nodes held: who asks again (the head of a waiting queue, at every step) pays for
+        what became known since, not for the whole prefix.
+        """
         size, find = self._bytes_per_block, self._lookup.find
-        data = np.ascontiguousarray(tokens, np.int32).tobytes()
-        nodes: list[int] = []
-        node = root
-        for start in range(0, max_blocks * size, size):
+        data = np.ascontiguousarray(tokens[: max_blocks * size // 4], np.int32).tobytes()
+        last = self._last_match
+        nodes = last.nodes if last is not None and last.root == root and last.data == data else []
+        nodes = nodes.copy()
+        node = nodes[-1] if nodes else root
+        for start in range(len(nodes) * size, len(data), size):
             child = find(node, data[start : start + size])
             if child is None:
                 break
             nodes.append(child)
             node = child
-        return nodes
+        self.hold(node)
+        self.forget_last_match()
+        self._last_match = _LastMatch(root, data, nodes)
+        return nodes.copy()
+
+    def forget_last_match(self) -> None:
+        last, self._last_match = self._last_match, None
+        if last is not None:
+            self.drop(last.deepest)
 
     def blocks(self, nodes: Sequence[int]) -> np.ndarray:
         """i32[groups, nodes]: the block of each node in each group, or NO_BLOCK."""
@@ -124,27 +141,30 @@ class PrefixIndex:
     def findable_blocks(self, group: int) -> list[int]:
         return list(self._node_of[group])
 
-    def check(self) -> list[str]:
-        """Violations of the class invariant that can be seen without knowing the holders, in words."""
+    def check(self, holders: Iterable[int]) -> list[str]:
+        """Violations of the class invariant, in words; holders: every node that is held, once for each hold."""
         problems = []
         unused = set(self._unused_ids)
-        least_uses = [0] * len(self._parent)
+        num_uses = Counter(holders)
+        if self._last_match is not None:
+            num_uses[self._last_match.deepest] += 1
         for node, parent in enumerate(self._parent):
             if node in unused:
                 continue
-            least_uses[node] += sum(block[node] != NO_BLOCK for block in self._block)
-            if parent is not None:
-                least_uses[parent] += 1
-                if parent in unused:
-                    problems.append(f"index node {node} hangs on node {parent}, which is gone")
-                elif self._lookup.find(parent, self._tokens[node]) != node:
-                    problems.append(f"index node {node} is not found under its own tokens")
-        for node in range(len(self._parent)):
-            if node not in unused and not (self._num_uses[node] >= max(1, least_uses[node])):
-                problems.append(f"index node {node} counts {self._num_uses[node]} uses, has {least_uses[node]}")
+            num_uses[node] += sum(block[node] != NO_BLOCK for block in self._block)
+            if parent is None:
+                continue
+            num_uses[parent] += 1
+            if parent in unused:
+                problems.append(f"index node {node} hangs on node {parent}, which is gone")
+            elif self._lookup.find(parent, self._tokens[node]) != node:
+                problems.append(f"index node {node} is not found under its own tokens")
+        for node, count in enumerate(self._num_uses):
+            if node not in unused and (count != num_uses[node] or count == 0):
+                problems.append(f"index node {node} counts {count} uses, has {num_uses[node]}")
         for group, node_of in enumerate(self._node_of):
             for block, node in node_of.items():
-                if self._block[group][node] != block:
+                if node in unused or self._block[group][node] != block:
                     problems.append(f"group {group}: block {block} and index node {node} disagree")
         return problems
 
@@ -174,6 +194,17 @@ class PrefixIndex:
             self._unused_ids.append(node)
             self._num_uses[parent] -= 1
             node = parent
+
+
+@dataclass(frozen=True)
+class _LastMatch:
+    root: int
+    data: bytes
+    nodes: list[int]
+
+    @property
+    def deepest(self) -> int:
+        return self.nodes[-1] if self.nodes else self.root
 
 
 class HashLookup:
