@@ -1,0 +1,75 @@
+"""The pieces that model families share: norm, linear, rotary embedding.
+
+Shape letters: T tokens, D model, N query heads, K kv heads, G query heads of one kv head, H head dim, R rows.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.models.config import RopeScaling
+
+
+def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * weight; statistics in float32 (a sum of D squares loses too much in 16 bits)."""
+    x = x_TD.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x.astype(x_TD.dtype) * weight_D
+
+
+def linear(x_TD: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+    """x @ weight [D, out] (+ bias), accumulated in float32, in x's dtype."""
+    y = jnp.dot(x_TD, weight, precision=dot_precision(x_TD.dtype), preferred_element_type=jnp.float32)
+    if bias is not None:
+        y = y + bias.astype(jnp.float32)
+    return y.astype(x_TD.dtype)
+
+
+def dot_precision(dtype: np.dtype) -> jax.lax.Precision | None:
+    """A float32 model gets float32 products; the default would round its operands to fewer bits on TPU and GPU."""
+    return jax.lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
+def rope_table(rope: RopeScaling, head_dim: int, positions_T: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cos, sin), each f32[T, head_dim / 2].  float32 because at position 8192 a 16-bit angle is off by whole turns."""
+    angles = positions_T.astype(jnp.float32)[:, None] * inverse_frequencies(rope, head_dim)
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def apply_rope(x_TKGH: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates (x[i], x[i + H/2]) by the angle of frequency i: HF's order of the head dim."""
+    cos, sin = (part[:, None, None, :] for part in table)
+    first, second = jnp.split(x_TKGH.astype(jnp.float32), 2, axis=-1)
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated.astype(x_TKGH.dtype)
+
+
+def inverse_frequencies(rope: RopeScaling, head_dim: int) -> np.ndarray:
+    """f32[head_dim / 2], computed on the host in HF's order of operations (transformers' modeling_rope_utils)."""
+    exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    frequencies = np.float32(1) / np.power(np.float32(rope.theta), exponents)
+    match rope.kind:
+        case "default":
+            return frequencies
+        case "linear":
+            return frequencies / np.float32(rope.factor)
+        case "divisors":
+            return frequencies / np.asarray(rope.divisors, np.float32)
+        case "llama3":
+            return _llama3(frequencies, rope)
+    raise AssertionError(rope)
+
+
+def _llama3(frequencies: np.ndarray, rope: RopeScaling) -> np.ndarray:
+    """Llama 3.1: short waves stay, waves longer than the original context are stretched, those between are blended."""
+    context, low, high = rope.original_context_length, rope.low_freq_factor, rope.high_freq_factor
+    factor = np.float32(rope.factor)
+    wavelengths = np.float32(2 * math.pi) / frequencies
+    smooth = (np.float32(context) / wavelengths - np.float32(low)) / np.float32(high - low)
+    blended = (1 - smooth) * frequencies / factor + smooth * frequencies
+    stretched = np.where(wavelengths > context / low, frequencies / factor, blended)
+    return np.where(wavelengths < context / high, frequencies, stretched).astype(np.float32)

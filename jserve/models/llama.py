@@ -1,0 +1,151 @@
+"""The Llama family: Llama 2 and 3, TinyLlama, SmolLM2, Mistral without a window.
+
+Matrices are [in, out], fused so that a layer is four matmuls and few leaves.  Fused outputs are ordered by what a tensor-parallel
+split keeps together, so that a split of the last axis is a model of fewer heads: qkv is kv-group-major (a group's query heads,
+its key, its value), gate_up is shard-major (a shard's gate columns, then its up columns; one shard unless asked).
+"""
+
+from __future__ import annotations
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.models.config import ModelConfig
+from jserve.models.inputs import AttentionPlan, ForwardInputs, attention_spec
+from jserve.models.layers import apply_rope, dot_precision, linear, rms_norm, rope_table
+from jserve.models.run_layers import run_layers
+from jserve.models.spec import Initialiser, ParamSpec, Piece, normal, ones, zeros
+from pallas_kernels.paged_attention import paged_attention, prepare
+
+
+@flax.struct.dataclass
+class LlamaLayers:
+    """All layers, stacked on axis 0.  Q = K * (G + 2) * H: G query heads, a key and a value for each of K kv heads."""
+
+    attention_norm: jax.Array  # [L, D]
+    qkv: jax.Array  # [L, D, Q]
+    qkv_bias: jax.Array | None  # [L, Q]
+    attention_out: jax.Array  # [L, N * H, D]
+    attention_out_bias: jax.Array | None  # [L, D]
+    mlp_norm: jax.Array  # [L, D]
+    gate_up: jax.Array  # [L, D, 2 * F]
+    gate_up_bias: jax.Array | None  # [L, 2 * F]
+    down: jax.Array  # [L, F, D]
+    down_bias: jax.Array | None  # [L, D]
+
+
+@flax.struct.dataclass
+class LlamaParams:
+    embedding: jax.Array  # [V, D]
+    layers: LlamaLayers
+    final_norm: jax.Array  # [D]
+    head: jax.Array | None  # [V, D]; None: tied to the embedding
+
+
+def forward(
+    params: LlamaParams,
+    config: ModelConfig,
+    pools: tuple[jax.Array, ...],
+    inputs: ForwardInputs,
+    attention: AttentionPlan,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """One step over T flat tokens: (hidden [T, D] after the final norm, pools with this step's keys and values).
+
+    Writes the pools in place where the caller donates them.  Rows of padding tokens are unspecified.
+    """
+    (group,), (layout,), (batch,), (pool,) = config.layer_groups, attention.layouts, inputs.batches, pools
+    spec = attention_spec(config, group, attention.decode_only)
+    metadata = prepare(batch, inputs.token_ids.shape[0], layout, spec, attention.implementation)
+    rope = rope_table(config.rope, config.head_dim, inputs.positions)
+
+    def layer(carry: tuple[jax.Array, jax.Array], weights: LlamaLayers, index: jax.Array | int):
+        hidden_TD, pool = carry
+        q_TNH, k_TKH, v_TKH = _qkv(rms_norm(hidden_TD, weights.attention_norm, config.norm_eps), weights, config, rope)
+        heads_TNH, pool = paged_attention(
+            q_TNH, k_TKH, v_TKH, pool, index, metadata,
+            layout=layout, spec=spec, implementation=attention.implementation,
+        )  # fmt: skip
+        heads_TD = heads_TNH.reshape(heads_TNH.shape[0], -1)
+        hidden_TD = hidden_TD + linear(heads_TD, weights.attention_out, weights.attention_out_bias)
+        return hidden_TD + _mlp(rms_norm(hidden_TD, weights.mlp_norm, config.norm_eps), weights), pool
+
+    # mode="clip": ids are checked at the edge, and the default would add code for negative ones
+    hidden_TD = jnp.take(params.embedding, inputs.token_ids, axis=0, mode="clip")
+    hidden_TD, pool = run_layers(layer, (hidden_TD, pool), params.layers, attention.platform)
+    return rms_norm(hidden_TD, params.final_norm, config.norm_eps), (pool,)
+
+
+def logits(params: LlamaParams, config: ModelConfig, hidden_RD: jax.Array) -> jax.Array:
+    """f32[R, V] of the rows that are sampled or scored."""
+    head_VD = params.embedding if params.head is None else params.head
+    return jnp.einsum(
+        "RD,VD->RV", hidden_RD, head_VD, precision=dot_precision(hidden_RD.dtype), preferred_element_type=jnp.float32
+    )
+
+
+def _qkv(x_TD: jax.Array, weights: LlamaLayers, config: ModelConfig, rope: tuple[jax.Array, jax.Array]):
+    """q [T, N, H] and k [T, K, H], rotated, and v [T, K, H], out of one matmul."""
+    group = config.q_per_kv
+    qkv_TQ = linear(x_TD, weights.qkv, weights.qkv_bias)
+    qkv_TKGH = qkv_TQ.reshape(x_TD.shape[0], -1, group + 2, config.head_dim)
+    rotated_TKGH = apply_rope(qkv_TKGH[:, :, : group + 1], rope)
+    q_TNH = rotated_TKGH[:, :, :group].reshape(x_TD.shape[0], -1, config.head_dim)
+    return q_TNH, rotated_TKGH[:, :, group], qkv_TKGH[:, :, group + 1]
+
+
+def _mlp(x_TD: jax.Array, weights: LlamaLayers) -> jax.Array:
+    gate_TF, up_TF = jnp.split(linear(x_TD, weights.gate_up, weights.gate_up_bias), 2, axis=-1)
+    return linear(jax.nn.silu(gate_TF) * up_TF, weights.down, weights.down_bias)
+
+
+def param_specs(config: ModelConfig, dtype: np.dtype | str, num_shards: int = 1) -> LlamaParams:
+    """The spec tree.  `num_shards` is the number of parts that a split of the ffn axis makes (the order of gate_up)."""
+    dtype = jnp.dtype(dtype)
+    L, D, N, K, H = config.num_layers, config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
+    F, G, V = config.d_ff, config.q_per_kv, config.vocab_size
+    if K % num_shards or F % num_shards:
+        raise ValueError(f"{K} kv heads and ffn {F} cannot be split over {num_shards} shards")
+
+    def stacked(
+        shape: tuple[int, ...], axes: tuple[str, ...], pieces: tuple[Piece, ...], init: Initialiser = normal
+    ) -> ParamSpec:
+        names = tuple(Piece(f"model.layers.{{layer}}.{p.name}", p.units, p.start, p.stop) for p in pieces)
+        return ParamSpec(
+            (L, *shape), dtype, ("layers", *axes), init, names, stacked=True, transposed=len(shape) == 2
+        )
+
+    def qkv(kind: str) -> tuple[Piece, ...]:
+        bounds = (0, G * H, (G + 1) * H, (G + 2) * H)
+        names = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
+        return tuple(Piece(name, K, start, stop) for name, start, stop in zip(names, bounds, bounds[1:]))
+
+    def gate_up(kind: str) -> tuple[Piece, ...]:
+        width = F // num_shards
+        return (
+            Piece(f"mlp.gate_proj.{kind}", num_shards, 0, width),
+            Piece(f"mlp.up_proj.{kind}", num_shards, width, 2 * width),
+        )
+
+    def bias(present: bool, size: int, axis: str, pieces: tuple[Piece, ...]) -> ParamSpec | None:
+        return stacked((size,), (axis,), pieces, zeros) if present else None
+
+    table_axes = ("vocab", "embed")
+    return LlamaParams(
+        embedding=ParamSpec((V, D), dtype, table_axes, normal, (Piece("model.embed_tokens.weight"),)),
+        layers=LlamaLayers(
+            attention_norm=stacked((D,), ("embed",), (Piece("input_layernorm.weight"),), ones),
+            qkv=stacked((D, K * (G + 2) * H), ("embed", "kv_heads"), qkv("weight")),
+            qkv_bias=bias(config.qkv_bias, K * (G + 2) * H, "kv_heads", qkv("bias")),
+            attention_out=stacked((N * H, D), ("heads", "embed"), (Piece("self_attn.o_proj.weight"),)),
+            attention_out_bias=bias(config.attention_out_bias, D, "embed", (Piece("self_attn.o_proj.bias"),)),
+            mlp_norm=stacked((D,), ("embed",), (Piece("post_attention_layernorm.weight"),), ones),
+            gate_up=stacked((D, 2 * F), ("embed", "ffn"), gate_up("weight")),
+            gate_up_bias=bias(config.mlp_bias, 2 * F, "ffn", gate_up("bias")),
+            down=stacked((F, D), ("ffn", "embed"), (Piece("mlp.down_proj.weight"),)),
+            down_bias=bias(config.mlp_bias, D, "embed", (Piece("mlp.down_proj.bias"),)),
+        ),
+        final_norm=ParamSpec((D,), dtype, ("embed",), ones, (Piece("model.norm.weight"),)),
+        head=None if config.tied else ParamSpec((V, D), dtype, table_axes, normal, (Piece("lm_head.weight"),)),
+    )

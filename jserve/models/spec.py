@@ -1,0 +1,130 @@
+"""One spec tree per model: what each parameter is, from which initialisation, sharding and restore derive.
+
+A spec tree has the model's own tree type with a `ParamSpec` at each leaf (None where the model has no such parameter).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Initialiser = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
+"""(key, shape, dtype) -> values, as in jax.nn.initializers."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One checkpoint tensor, and which rows of a parameter's output axis are its own.
+
+    The output axis is `units` equal parts; of each part the tensor fills `start:stop`, in order.  So q, k and v of three kv
+    groups with G query heads of H are Piece(q, 3, 0, G*H), Piece(k, 3, G*H, (G+1)*H) and Piece(v, 3, (G+1)*H, (G+2)*H).
+    """
+
+    name: str
+    """As HF spells it; `{layer}` stands for the index on axis 0."""
+    units: int = 1
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    logical_axes: tuple[str, ...]
+    """One name an axis: layers, vocab, embed, heads, kv_heads, ffn.  parallel/ maps names to the mesh."""
+    init: Initialiser
+    source: tuple[Piece, ...]
+    """The checkpoint tensors that fill it; together they cover every element once."""
+    stacked: bool = False
+    """Axis 0 counts layers, and each layer has its own checkpoint tensors."""
+    transposed: bool = False
+    """The checkpoint has [out, in], the parameter [in, out]."""
+
+    def __post_init__(self):
+        assert len(self.shape) == len(self.logical_axes), self
+        parts = sorted((piece.start, piece.start + self.rows(piece)) for piece in self.source)
+        starts, ends = zip(*parts)
+        assert starts == (0, *ends[:-1]), f"pieces leave gaps or overlap: {self}"
+        assert all(ends[-1] * piece.units == self.num_rows for piece in self.source), f"pieces are not all: {self}"
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        return self.shape[1:] if self.stacked else self.shape
+
+    @property
+    def num_rows(self) -> int:
+        """Length of the output axis, along which checkpoint tensors have their rows."""
+        return self.layer_shape[-1] if self.transposed else self.layer_shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, piece: Piece) -> int:
+        """How many rows of one unit belong to `piece`."""
+        return (self.num_rows // piece.units if piece.stop is None else piece.stop) - piece.start
+
+    def checkpoint_shape(self, piece: Piece) -> tuple[int, ...]:
+        """The shape that the piece's tensor must have in the checkpoint (of one layer where stacked)."""
+        others = self.layer_shape[:-1] if self.transposed else self.layer_shape[1:]
+        return (piece.units * self.rows(piece), *others)
+
+    def view(self, array: np.ndarray, piece: Piece, layer: int) -> np.ndarray:
+        """Where `piece` goes, as a writable view [units, rows, ...] of the host array `array`."""
+        target = array[layer] if self.stacked else array
+        if self.transposed:
+            target = np.swapaxes(target, 0, 1)
+        target = target.reshape(piece.units, self.num_rows // piece.units, *target.shape[1:])
+        assert np.shares_memory(target, array)
+        return target[:, piece.start : piece.stop]
+
+
+def leaves(specs: Any) -> list[ParamSpec]:
+    return jax.tree.leaves(specs)
+
+
+def num_bytes(specs: Any) -> int:
+    """Bytes of all parameters."""
+    return sum(spec.num_bytes for spec in leaves(specs))
+
+
+def num_parameters(specs: Any) -> int:
+    return sum(math.prod(spec.shape) for spec in leaves(specs))
+
+
+def checkpoint_tensors(spec: ParamSpec) -> Iterator[tuple[str, Piece, int]]:
+    """(name in HF's spelling, piece, layer) of every checkpoint tensor that fills `spec`."""
+    for layer in range(spec.shape[0] if spec.stacked else 1):
+        for piece in spec.source:
+            yield piece.name.format(layer=layer), piece, layer
+
+
+def init_params(specs: Any, key: jax.Array) -> Any:
+    """Random parameters: leaf i is drawn from fold_in(key, i)."""
+    flat, tree = jax.tree.flatten(specs)
+    return tree.unflatten(
+        spec.init(jax.random.fold_in(key, index), spec.shape, spec.dtype) for index, spec in enumerate(flat)
+    )
+
+
+def shapes(specs: Any) -> Any:
+    """The tree of jax.ShapeDtypeStruct, for compiling without weights."""
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
+
+
+def ones(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.ones(shape, dtype)
+
+
+def zeros(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+normal = jax.nn.initializers.normal(0.02)

@@ -1,0 +1,141 @@
+"""Fills a model's spec tree from a checkpoint: each parameter exactly once, tensor by tensor, straight into its place.
+
+Host memory holds the parameters (on an accelerator: the largest one at a time) and about a mebibyte of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jserve.models.config import ModelConfig, ModelError
+from jserve.models.registry import model_code
+from jserve.models.spec import ParamSpec, checkpoint_tensors, leaves, num_bytes
+from jserve.weights.checkpoint import HEAD, Checkpoint, open_checkpoint
+from jserve.weights.errors import WeightsError
+from jserve.weights.tensor import StoredTensor
+
+Place = Callable[[np.ndarray, ParamSpec], jax.Array]
+"""Puts one filled host array where the model wants it."""
+Progress = Callable[[int, int], None]
+"""(bytes of parameters that are in place, bytes of all parameters)"""
+
+_ALIGNMENT = 64
+"""XLA's CPU client takes a host array as it is, without a copy, where it starts at a multiple of this."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    config: ModelConfig
+    params: Any
+    """The family's parameter tree."""
+    tokenizer_source: Mapping[str, Any] | Path
+    generation_defaults: dict[str, float | int]
+    eos_token_ids: tuple[int, ...]
+    digest: str
+
+
+def load_model(
+    path: str | Path,
+    dtype: np.dtype | str,
+    *,
+    context_length: int | None = None,
+    device: jax.Device | None = None,
+    progress: Progress | None = None,
+) -> LoadedModel:
+    """The model at `path` (a GGUF file, or a folder with config.json and safetensors) with its weights in `dtype`.
+
+    `device` None is jax's default device.  Raises ModelError (WeightsError where the files are at fault).
+    """
+    checkpoint = open_checkpoint(path)
+    try:
+        config = checkpoint.config.with_context_length(context_length)
+        specs = model_code(config).param_specs(config, dtype)
+    except ModelError as error:
+        raise WeightsError(f"{path}: {error}") from None
+    device = device or jax.devices()[0]
+    params = load_params(specs, checkpoint, lambda array, spec: _put(array, device), progress)
+    return LoadedModel(
+        config=config,
+        params=params,
+        tokenizer_source=checkpoint.tokenizer_source,
+        generation_defaults=checkpoint.generation_defaults,
+        eos_token_ids=checkpoint.eos_token_ids,
+        digest=checkpoint.digest,
+    )
+
+
+def load_params(specs: Any, checkpoint: Checkpoint, place: Place, progress: Progress | None = None) -> Any:
+    """The spec tree with arrays for specs."""
+    _check_one_to_one(specs, checkpoint)
+    total = num_bytes(specs)
+    done = 0
+
+    def load(spec: ParamSpec) -> jax.Array:
+        nonlocal done
+        array = _aligned_empty(spec)
+        for name, piece, layer in checkpoint_tensors(spec):
+            _fill(spec.view(array, piece, layer), checkpoint.tensors[name])
+        done += spec.num_bytes
+        if progress is not None:
+            progress(done, total)
+        return place(array, spec)
+
+    return jax.tree.map(load, specs)
+
+
+def _check_one_to_one(specs: Any, checkpoint: Checkpoint) -> None:
+    """Every parameter has its tensors, of the right shape, and every tensor has its parameter: before anything is read."""
+    tensors = checkpoint.tensors
+    wanted = {
+        name: spec.checkpoint_shape(piece) for spec in leaves(specs) for name, piece, _ in checkpoint_tensors(spec)
+    }
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        hint = ", and the config does not say that it is tied to the embedding" if missing == [HEAD] else ""
+        raise WeightsError(f"{checkpoint.path}: missing {_some(missing)}{hint}")
+    for name, shape in wanted.items():
+        tensor = tensors[name]
+        if tensor.shape != shape:
+            raise WeightsError(
+                f"{tensor.file}: tensor {tensor.name} is {list(tensor.shape)}, the config makes it {list(shape)}"
+            )
+    # Not a warning: a bias or a norm that the config does not know would silently be left out of the model.
+    unknown = [tensor.name for name, tensor in tensors.items() if name not in wanted and not _is_derived(name)]
+    if unknown:
+        raise WeightsError(f"{checkpoint.path}: no parameter takes {_some(unknown)}")
+
+
+def _is_derived(name: str) -> bool:
+    """Older checkpoints carry the rope frequencies, which follow from the config."""
+    return name.endswith("rotary_emb.inv_freq")
+
+
+def _fill(target: np.ndarray, tensor: StoredTensor) -> None:
+    """Reads `tensor` in pieces into the view [units, rows, ...], converting to its dtype."""
+    rows_per_unit = target.shape[1]
+    for unit in range(target.shape[0]):
+        first = unit * rows_per_unit
+        for start, stop in tensor.pieces(first, first + rows_per_unit):
+            target[unit, start - first : stop - first] = tensor.read(start, stop)
+
+
+def _aligned_empty(spec: ParamSpec) -> np.ndarray:
+    buffer = np.empty(spec.num_bytes + _ALIGNMENT, np.uint8)
+    start = -buffer.ctypes.data % _ALIGNMENT
+    return buffer[start : start + spec.num_bytes].view(spec.dtype).reshape(spec.shape)
+
+
+def _put(array: np.ndarray, device: jax.Device) -> jax.Array:
+    """On CPU the array itself becomes the jax array.  Elsewhere the copy is awaited, so that only one is on the host."""
+    placed = jax.device_put(array, device, may_alias=True)
+    return placed if device.platform == "cpu" else jax.block_until_ready(placed)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more tensors" if len(names) > 3 else "")
