@@ -1,0 +1,391 @@
+"""TPU chunk attention: tiles of the flat query axis against the blocks of the sequences they belong to.
+
+Compiled for v4 to tpu7x and interpreted; not run on hardware.
+
+Grid: one step an *item*, the part of a chunk that falls into one tile of `query_tile` flat tokens, a dynamic number of them.
+Tiles stand at fixed multiples of their size, so a chunk may start at any flat token: a tile that two chunks share is two
+items in a row, each of which computes the whole tile and keeps its own rows.
+
+    VMEM  q, out [N, query_tile, E]      tile of all heads; rows of kv head h are [G * query_tile, E], queries of one head together
+          buffers [2, blocks, K, planes, P, 128]     KV groups as in the decode kernel, the next item's first one prefetched
+          peak, mass, accumulator [K, G * query_tile, ...]    online softmax in float32, base 2
+          logits, weights [G * query_tile, key_tile]          between the matmuls: registers hold a few rows of them at a time
+    SMEM  the items, this item's block table row and the next one's
+
+Keys after the item's last query, and before its first query's window, are never fetched in whole blocks and never computed
+in whole key tiles; key tiles that every query sees whole are not masked.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
+from pallas_kernels.paged_attention.layout import PoolLayout
+from pallas_kernels.paged_attention.mosaic_tpu_decode import (
+    LOG2_E,
+    NEVER,
+    dot,
+    flat_scales,
+    lane_sums,
+    to_base2,
+    to_matmul,
+)
+from pallas_kernels.paged_attention.mosaic_tpu_tiles import LANES, TpuTiles, check_smem, check_vmem, padded_bytes
+from pallas_kernels.paged_attention.mosaic_tpu_write import ChunkTokens, positions_of
+
+NAME = "jserve_chunks"
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ChunkTiles:
+    """Items of the chunk kernel in flat order; entries from `count` on are zero."""
+
+    row: jax.Array  # i32[W], whose table
+    tile: jax.Array  # i32[W]
+    start: jax.Array  # i32[W], first query within the tile
+    num_queries: jax.Array  # i32[W]
+    position: jax.Array  # i32[W], absolute, of the first query
+    count: jax.Array  # i32[]
+
+
+def chunk_tiles(batch: RaggedBatch, kv_lens: jax.Array, num_tokens: int, query_tile: int) -> ChunkTiles:
+    """An item starts at each chunk token that is its chunk's first or its tile's first."""
+    num_rows = batch.block_tables.shape[0]
+    capacity = min(num_tokens, -(-num_tokens // query_tile) + num_rows)
+    tokens = ChunkTokens.of(batch, kv_lens, num_tokens)
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    first, count = positions_of(tokens.is_chunk & (tokens.is_first | (token % query_tile == 0)), capacity)
+    live = jnp.arange(capacity, dtype=jnp.int32) < count
+    row = tokens.row[first]
+    length = jnp.minimum(query_tile - first % query_tile, batch.cu_q_lens[row + 1] - first)
+    keep = lambda x: jnp.where(live, x, 0).astype(jnp.int32)
+    return ChunkTiles(
+        keep(row), keep(first // query_tile), keep(first % query_tile), keep(length), keep(tokens.position[first]), count
+    )
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Everything static about one call."""
+
+    layout: PoolLayout
+    spec: AttentionSpec
+    tiles: TpuTiles
+    queries_per_kv_head: int
+    matmul_dtype: jnp.dtype
+    has_scales: bool
+
+    @property
+    def rows(self) -> int:
+        """Query rows of one kv head in a tile."""
+        return self.queries_per_kv_head * self.tiles.query_tile
+
+    @property
+    def softmax_rows(self) -> int:
+        """Rows whose logits stay in registers: 32 x 512 float32 are 16 of them.  All of one query head."""
+        return min(32, self.tiles.query_tile)
+
+    @property
+    def lanes(self) -> int:
+        return LANES * max(1, self.layout.planes // 2)
+
+    @property
+    def group_blocks(self) -> int:
+        return self.tiles.chunk_group // self.layout.block_size
+
+    @property
+    def key_tile_blocks(self) -> int:
+        return self.tiles.key_tile // self.layout.block_size
+
+
+def attend_chunks(
+    q: jax.Array,  # [T, N, H]
+    pool: jax.Array,  # [L, B, K, planes, P, 128] with the chunks' own tokens in it
+    layer: jax.Array,
+    tables: jax.Array,  # i32[S, 1, max_blocks]
+    chunks: ChunkTiles,
+    *,
+    layout: PoolLayout,
+    spec: AttentionSpec,
+    tiles: TpuTiles,
+    sinks: jax.Array | None = None,
+    k_scale: jax.Array | None = None,
+    v_scale: jax.Array | None = None,
+    interpret=False,
+) -> jax.Array:
+    """out [T, N, H]; rows that belong to no chunk are unspecified."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, max_blocks, capacity = layout.num_kv_heads, tables.shape[2], chunks.row.shape[0]
+    sizes = _Sizes(
+        layout, spec, tiles, num_heads // num_kv_heads, q.dtype, k_scale is not None or v_scale is not None
+    )
+    rows, lanes, query_tile = sizes.rows, sizes.lanes, tiles.query_tile
+    buffer_shape = (2, sizes.group_blocks, num_kv_heads, layout.planes, layout.block_size, LANES)
+    scratch = [
+        (buffer_shape, pool.dtype),
+        ((num_kv_heads, rows, LANES), jnp.dtype(jnp.float32)),
+        ((num_kv_heads, rows, LANES), jnp.dtype(jnp.float32)),
+        ((num_kv_heads, rows, lanes), jnp.dtype(jnp.float32)),
+        ((rows, tiles.key_tile), jnp.dtype(jnp.float32)),
+        ((rows, tiles.key_tile), q.dtype),
+    ]
+    check_smem(NAME, 5 * capacity + 2 * num_kv_heads + num_heads, max_blocks)
+    vmem_limit = check_vmem(
+        NAME,
+        sum(padded_bytes(shape, dtype.itemsize) for shape, dtype in scratch)
+        + 4 * padded_bytes((num_heads, query_tile, lanes), q.dtype.itemsize),
+        num_kv_heads=num_kv_heads,
+        num_heads=num_heads,
+        head_dim=head_dim,
+        block_size=layout.block_size,
+        query_tile=query_tile,
+        chunk_group=tiles.chunk_group,
+    )
+
+    item_row = lambda item, layer, row, *_: (row[item], 0, 0)
+    next_row = lambda item, layer, row, *_: (row[jnp.minimum(item + 1, capacity - 1)], 0, 0)
+    query_spec = pl.BlockSpec((num_heads, query_tile, lanes), lambda item, layer, row, tile, *_: (0, tile[item], 0))
+    num_padded = -(-num_tokens // query_tile) * query_tile
+    inputs = [
+        tables,
+        tables,
+        jnp.pad(q.transpose(1, 0, 2), ((0, 0), (0, num_padded - num_tokens), (0, lanes - head_dim))),
+    ]
+    in_specs = [
+        pl.BlockSpec((1, 1, max_blocks), item_row, memory_space=pltpu.SMEM),
+        pl.BlockSpec((1, 1, max_blocks), next_row, memory_space=pltpu.SMEM),
+        query_spec,
+    ]
+    if sizes.has_scales:
+        inputs.append(flat_scales(k_scale, v_scale, num_kv_heads))
+        in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+    if spec.has_sinks:
+        inputs.append(sinks.astype(jnp.float32) * LOG2_E)
+        in_specs.append(pl.BlockSpec(memory_space=pltpu.SMEM))
+    inputs.append(pool)
+    in_specs.append(pl.BlockSpec(memory_space=pl.ANY))
+    out = pl.pallas_call(
+        functools.partial(_kernel, sizes=sizes),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=6,
+            grid=(jnp.maximum(chunks.count, 1),),  # an item of no queries does nothing
+            in_specs=in_specs,
+            out_specs=query_spec,
+            scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch]
+            + [pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)],
+        ),
+        out_shape=jax.ShapeDtypeStruct((num_heads, num_padded, lanes), q.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",), vmem_limit_bytes=vmem_limit, disable_bounds_checks=True
+        ),
+        interpret=interpret,
+        name=NAME,
+    )(
+        jnp.asarray(layer, jnp.int32).reshape(1),
+        chunks.row,
+        chunks.tile,
+        chunks.start,
+        chunks.num_queries,
+        chunks.position,
+        *inputs,
+    )
+    first_lane = LANES // 2 if layout.planes == 1 else 0  # packed: values are the upper half
+    return out[:, :num_tokens, first_lane : first_lane + head_dim].transpose(1, 0, 2)
+
+
+def _kernel(
+    layer_ref,
+    row_ref,
+    tile_ref,
+    start_ref,
+    num_queries_ref,
+    position_ref,
+    table_ref,
+    next_table_ref,
+    q_ref,
+    *refs,
+    sizes: _Sizes,
+):
+    """refs: [scales SMEM f32[2K]], [sinks SMEM f32[N]], pool, then the output and scratch as in the call."""
+    scales_ref = sinks_ref = None
+    if sizes.has_scales:
+        scales_ref, *refs = refs
+    if sizes.spec.has_sinks:
+        sinks_ref, *refs = refs
+    (
+        pool_ref,
+        out_ref,
+        buffer_ref,
+        peak_ref,
+        mass_ref,
+        sum_ref,
+        logits_ref,
+        weights_ref,
+        fetch_semaphores,
+        slot_ref,
+    ) = refs
+    spec, layout, tiles = sizes.spec, sizes.layout, sizes.tiles
+    num_kv_heads, group_size, rows = layout.num_kv_heads, sizes.queries_per_kv_head, sizes.rows
+    block_size, blocks, key_tile = layout.block_size, sizes.group_blocks, tiles.key_tile
+    item, num_items, layer = pl.program_id(0), pl.num_programs(0), layer_ref[0]
+
+    def first_block(item):
+        """The first block that the window of the item's first query still sees."""
+        if spec.sliding_window is None:
+            return 0
+        return jnp.maximum(position_ref[item] + 1 - spec.sliding_window, 0) // block_size
+
+    def num_keys(item):
+        """Keys before this one are seen by the item's last query; none where the item has no queries."""
+        return jnp.where(num_queries_ref[item] > 0, position_ref[item] + num_queries_ref[item], 0)
+
+    def blocks_of_group(item, group):
+        return jnp.clip(pl.cdiv(num_keys(item), block_size) - first_block(item) - group * blocks, 0, blocks)
+
+    def start_fetch(some_table_ref, item, group, slot):
+        first = first_block(item) + group * blocks
+
+        def one_block(index, _):
+            block = some_table_ref[0, 0, first + index]
+            pltpu.make_async_copy(
+                pool_ref.at[layer, block], buffer_ref.at[slot, index], fetch_semaphores.at[slot]
+            ).start()
+            return 0
+
+        lax.fori_loop(0, blocks_of_group(item, group), one_block, 0)
+
+    def wait_fetch(group, slot):
+        count = blocks_of_group(item, group)
+        pltpu.make_async_copy(
+            pool_ref.at[layer, pl.ds(0, count)], buffer_ref.at[slot, pl.ds(0, count)], fetch_semaphores.at[slot]
+        ).wait()
+
+    @pl.when(item == 0)
+    def _():
+        slot_ref[0] = 0
+        start_fetch(table_ref, 0, 0, 0)
+
+    first_slot = slot_ref[0]
+    start, num_queries, position = start_ref[item], num_queries_ref[item], position_ref[item]
+    end = num_keys(item)
+    num_groups = pl.cdiv(pl.cdiv(end, block_size) - first_block(item), blocks)
+
+    def attend_head(head, slot, first_index, first_key, masked):
+        def planes(indices):
+            columns = [
+                to_matmul(
+                    buffer_ref[slot, pl.ds(first_index, sizes.key_tile_blocks), head, index].reshape(key_tile, LANES),
+                    sizes.matmul_dtype,
+                )
+                for index in indices
+            ]
+            return columns[0] if len(columns) == 1 else jnp.concatenate(columns, -1)
+
+        half = layout.planes // 2
+        first_row = head * group_size
+        q = q_ref[pl.ds(first_row, group_size)].reshape(rows, sizes.lanes)
+        logits_ref[...] = dot(q, planes(range(max(1, half))), 1)
+        key_scale = None if scales_ref is None else scales_ref[head]
+        step = sizes.softmax_rows
+        for row in range(0, rows, step):
+            some = pl.ds(row, step)
+            logits = to_base2(logits_ref[some], spec, key_scale)
+            if masked:
+                query = lax.broadcasted_iota(jnp.int32, logits.shape, 0) + (position - start + row % tiles.query_tile)
+                key = lax.broadcasted_iota(jnp.int32, logits.shape, 1) + first_key
+                mask = key <= query
+                if spec.sliding_window is not None:
+                    mask &= key > query - spec.sliding_window
+                logits = jnp.where(mask, logits, NEVER)
+            peak = peak_ref[head, some]
+            new_peak = jnp.maximum(peak, logits.max(-1, keepdims=True))
+            weights = jnp.exp2(logits - new_peak[:, :1])
+            decay = jnp.exp2(peak - new_peak)
+            peak_ref[head, some] = new_peak
+            mass_ref[head, some] = mass_ref[head, some] * decay + lane_sums(weights)
+            weights_ref[some] = weights.astype(weights_ref.dtype)
+            for lane in range(0, sizes.lanes, LANES):
+                columns = pl.ds(lane, LANES)
+                sum_ref[head, some, columns] = sum_ref[head, some, columns] * decay
+        values = planes(range(half, layout.planes))
+        if masked:
+            key = lax.broadcasted_iota(jnp.int32, values.shape, 0) + first_key
+            values = jnp.where(key < end, values.astype(jnp.float32), 0.0).astype(values.dtype)
+        sum_ref[head] += dot(weights_ref[...], values, 0)
+
+    def attend_key_tile(slot, index, first_key):
+        last_query = position + num_queries - 1
+        partial = first_key + key_tile - 1 > position
+        if spec.sliding_window is not None:
+            partial |= first_key <= last_query - spec.sliding_window
+
+        def all_heads(masked):
+            def one_head(head, _):
+                attend_head(head, slot, index, first_key, masked)
+                return 0
+
+            lax.fori_loop(0, num_kv_heads, one_head, 0)
+
+        pl.when(partial)(lambda: all_heads(True))
+        pl.when(jnp.logical_not(partial))(lambda: all_heads(False))
+
+    def one_group(group, _):
+        slot = (first_slot + group) % 2
+
+        @pl.when(group + 1 < num_groups)
+        def _():
+            start_fetch(table_ref, item, group + 1, 1 - slot)
+
+        @pl.when((group + 1 == num_groups) & (item + 1 < num_items))
+        def _():
+            start_fetch(next_table_ref, item + 1, 0, 1 - slot)
+
+        wait_fetch(group, slot)
+        first_key = (first_block(item) + group * blocks) * block_size
+        num_key_tiles = pl.cdiv(jnp.minimum(end - first_key, blocks * block_size), key_tile)
+
+        def one_key_tile(index, _):
+            attend_key_tile(slot, index * sizes.key_tile_blocks, first_key + index * key_tile)
+            return 0
+
+        lax.fori_loop(0, num_key_tiles, one_key_tile, 0)
+        return 0
+
+    @pl.when(num_queries > 0)
+    def _():
+        sum_ref[...] = jnp.zeros_like(sum_ref)
+        if sinks_ref is None:
+            peak_ref[...] = jnp.full_like(peak_ref, NEVER)
+            mass_ref[...] = jnp.zeros_like(mass_ref)
+        else:  # a sink is one more logit: it starts the softmax with mass 1
+            first_lane = lax.broadcasted_iota(jnp.int32, mass_ref.shape, 2) == 0
+            mass_ref[...] = first_lane.astype(jnp.float32)
+            for head in range(num_kv_heads * group_size):
+                some = pl.ds(head % group_size * tiles.query_tile, tiles.query_tile)
+                peak_ref[head // group_size, some] = jnp.full((tiles.query_tile, LANES), sinks_ref[head])
+        lax.fori_loop(0, num_groups, one_group, 0)
+        slot_ref[0] = (first_slot + num_groups) % 2
+        is_first_of_tile = (item == 0) | (tile_ref[jnp.maximum(item - 1, 0)] != tile_ref[item])
+
+        def one_head(head, _):
+            out = sum_ref[head] / mass_ref[head].sum(-1, keepdims=True)
+            if scales_ref is not None:
+                out = out * scales_ref[num_kv_heads + head]
+            out = out.reshape(group_size, tiles.query_tile, sizes.lanes)
+            some = pl.ds(head * group_size, group_size)
+            query = lax.broadcasted_iota(jnp.int32, out.shape, 1)
+            own = (query >= start) & (query < start + num_queries)
+            others = jnp.where(is_first_of_tile, 0.0, out_ref[some].astype(jnp.float32))
+            out_ref[some] = jnp.where(own, out, others).astype(out_ref.dtype)
+            return 0
+
+        lax.fori_loop(0, num_kv_heads, one_head, 0)

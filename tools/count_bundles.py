@@ -1,0 +1,197 @@
+"""Schedules of the TPU kernels as the real compiler made them: bundles, spills and matrix work by loop, without a TPU.
+
+    python tools/count_bundles.py decode --target v5e --target tpu7x --kv-heads 8 --group 4 --block-size 64
+    python tools/count_bundles.py table            # the tables of docs/kernels-tpu.md
+    python tools/count_bundles.py tree --kernel chunks --target v6e ...
+
+A bundle is one issue slot of the machine.  DMA time and waits are not in it: the counts compare kernels and hold a budget,
+they are no latency.  One subprocess a compile, because the dump flags go to libtpu when it starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from pallas_kernels import targets  # noqa: E402
+
+KERNELS = {"decode": "jserve_decode", "write": "jserve_write", "chunks": "jserve_chunks", "shipped": "ragged_paged"}
+BUNDLE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+(?P<label>L[HBE]|P[BF]|CT)?\s*:\s*(?P<depth>[> ]*)\{(?P<body>.*)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel at one shape."""
+
+    kernel: str
+    target: str
+    kv_heads: int = 8
+    group: int = 4
+    head_dim: int = 128
+    block_size: int = 64
+    dtype: str = "bfloat16"
+    window: int | None = None
+    group_tokens: int | None = None
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        import jax.numpy as jnp
+
+        return self.kv_heads * 2 * self.head_dim * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass
+class Loop:
+    """Bundles of a loop body, without those of the loops inside it."""
+
+    depth: int
+    bundles: int = 0
+    spills: int = 0  # bundles that move a vector register to or from its spill slot
+    matmuls: int = 0
+    pushes: int = 0
+    inner: list["Loop"] = field(default_factory=list)
+
+    def walk(self) -> Iterator["Loop"]:
+        yield self
+        for loop in self.inner:
+            yield from loop.walk()
+
+    def describe(self) -> str:
+        line = f"{'  ' * self.depth}loop: {self.bundles} bundles, {self.spills} spill, {self.matmuls} matmul, {self.pushes} push"
+        return "\n".join([line] + [loop.describe() for loop in self.inner])
+
+
+def parse(text: str) -> Loop:
+    """The loop tree of a *-final_bundles.txt; the root is the code outside loops, its one large loop is the grid."""
+    bundles = [match for match in map(BUNDLE.match, text.splitlines()) if match]
+    depths = [match["depth"].count(">") for match in bundles]
+    # Some bundles before a branch carry no depth mark: they belong to the shallower of their neighbours.
+    marked = [index for index, depth in enumerate(depths) if depth]
+    for before, after in zip(marked, marked[1:]):
+        depths[before + 1 : after] = [min(depths[before], depths[after])] * (after - before - 1)
+    root = Loop(0)
+    stack = [root]
+    for match, depth in zip(bundles, depths):
+        starts = match["label"] == "LB"
+        while stack[-1].depth > depth or (starts and stack[-1].depth == depth):
+            stack.pop()
+        if starts or stack[-1].depth < depth:
+            loop = Loop(depth)
+            stack[-1].inner.append(loop)
+            stack.append(loop)
+        body, loop = match["body"], stack[-1]
+        loop.bundles += 1
+        loop.spills += bool(re.search(r"\bv(?:ld|st)\b[^;]*_spill\]", body))
+        loop.matmuls += len(re.findall(r"\bvmatmul\b[.\w]*", body))
+        loop.pushes += len(re.findall(r"\b(?:vmatpush|vmatprep\.subr|vmatprep\.mubr)\b[.\w]*", body))
+    return root
+
+
+def compile_case(case: Case) -> Loop:
+    """Compiles in a subprocess with dumps on and parses the kernel's final bundles."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = targets.ENVIRONMENT | os.environ
+        environment["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
+        command = [sys.executable, __file__, "--child", json.dumps(asdict(case))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{case}: {done.stderr[-2000:]}")
+        dumps = [
+            path
+            for path in Path(folder).glob(f"*{KERNELS[case.kernel]}*-final_bundles.txt")
+            if "schedule-analysis" not in path.name
+        ]
+        return parse(max(dumps, key=lambda path: path.stat().st_size).read_text())
+
+
+def build(case: Case) -> None:
+    """In the child: lower and compile the one kernel."""
+    import functools
+
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, layout, mosaic_tpu, mosaic_tpu_tiles
+
+    num_rows, num_tokens, max_blocks, num_blocks = 16, 512, 128, 512
+    i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+    bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    num_heads = case.kv_heads * case.group
+    if case.kernel == "shipped":
+        from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
+
+        function = functools.partial(
+            ragged_paged_attention,
+            num_kv_pages_per_block=(case.group_tokens or 512) // case.block_size,
+            num_queries_per_block=8,
+            vmem_limit_bytes=(50 if case.target == "tpu7x" else 100) << 20,
+        )
+        targets.compile_for(
+            case.target,
+            function,
+            bf16(num_rows, num_heads, case.head_dim),
+            bf16(num_blocks, case.block_size, 2 * case.kv_heads, case.head_dim),
+            i32(num_rows),
+            i32(num_rows, max_blocks),
+            i32(num_rows + 1),
+            i32(1),
+        )
+        return
+    pool_layout = layout("tpu", case.kv_heads, case.head_dim, case.block_size, case.dtype)
+    decode_only = case.kernel == "decode"
+    spec = AttentionSpec(case.head_dim**-0.5, sliding_window=case.window, decode_only=decode_only)
+    tiles = mosaic_tpu_tiles.default_tiles(pool_layout)
+    num_tokens = num_rows if decode_only else num_tokens
+
+    def function(q, k, v, pool, layer, batch):
+        metadata = mosaic_tpu.prepare(batch, num_tokens, pool_layout, spec, tiles)
+        return mosaic_tpu.attend(q, k, v, pool, layer, metadata, layout=pool_layout, spec=spec, tiles=tiles)
+
+    targets.compile_for(
+        case.target,
+        function,
+        bf16(num_tokens, num_heads, case.head_dim),
+        bf16(num_tokens, case.kv_heads, case.head_dim),
+        bf16(num_tokens, case.kv_heads, case.head_dim),
+        jax.ShapeDtypeStruct(pool_layout.shape(2, num_blocks), pool_layout.storage_dtype),
+        i32(),
+        RaggedBatch(i32(num_rows, max_blocks), i32(num_rows), i32(num_rows + 1), i32()),
+        donate=(3,),
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    arguments, _ = parser.parse_known_args()
+    if arguments.child:
+        build(Case(**json.loads(arguments.child)))
+        return
+    parser.add_argument("kernel", choices=KERNELS)
+    parser.add_argument("--target", action="append", choices=targets.SINGLE_DEVICE_TARGETS)
+    for name in ("kv_heads", "group", "head_dim", "block_size"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Case, name))
+    parser.add_argument("--dtype", default=Case.dtype)
+    parser.add_argument("--window", type=int)
+    parser.add_argument("--group-tokens", type=int)
+    arguments = parser.parse_args()
+    options = {k: v for k, v in vars(arguments).items() if k not in ("child", "target")}
+    for target in arguments.target or targets.SINGLE_DEVICE_TARGETS:
+        case = Case(target=target, **options)
+        print(case, flush=True)
+        print(compile_case(case).describe(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
