@@ -1,0 +1,124 @@
+"""Every setting of jserve, in one place: frozen dataclasses, one line of doc under each field.
+
+`auto` (None) values are resolved once, in `jserve.engine.build`, and the resolved values are stored in a new config.
+Nothing else in jserve reads an environment variable to decide how it behaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+class ConfigError(ValueError):
+    """A setting that cannot be used; the message names the key, the value, and what would do."""
+
+
+def _default_cache_dir() -> str:
+    return str(Path.home() / ".cache" / "jserve")
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    path: str = "smollm2-135m"
+    """A model's name (smollm2-135m), a GGUF file, or a folder with config.json and safetensors."""
+    dtype: str | None = None
+    """Weights and activations: float32 or bfloat16. auto: float32 on CPU, bfloat16 elsewhere."""
+    context_length: int | None = None
+    """Longest prompt + output in tokens. auto: what the model was made for."""
+    generation_config: str = "auto"
+    """auto: the model's generation_config fills unset sampling fields; none: it does not (its EOS ids still count)."""
+    served_name: str | None = None
+    """Name that GetModelInfo shows. auto: the model's name or the last part of its path."""
+
+
+@dataclass(frozen=True)
+class KvSection:
+    block_size: int | None = None
+    """Tokens a block. auto: 32 on CPU, 64 on GPU and TPU (128 where one kv head is left per chip)."""
+    num_blocks: int | None = None
+    """Blocks in the pool, the dead block included. auto: what memory_fraction leaves after weights and activations."""
+    memory_fraction: float = 0.9
+    """Share of the device's memory that weights, activations and the pool may take together (accelerators)."""
+    memory_bytes: int | None = None
+    """Bytes of the pool, instead of memory_fraction. auto on CPU: 1 GiB, or less where memory is short."""
+    dtype: str | None = None
+    """float32 or bfloat16. auto: float32 on CPU, the model's dtype elsewhere."""
+    prefix_cache: bool = True
+    """Reuse the blocks of equal prefixes across requests."""
+
+
+@dataclass(frozen=True)
+class SchedulerSection:
+    max_num_batched_tokens: int | None = None
+    """Token budget of one step; never exceeded and never rounded up. auto: 512 on CPU, 2048 elsewhere."""
+    max_num_seqs: int | None = None
+    """Sequences that run at the same time. auto: 64 on CPU, 256 elsewhere."""
+    max_waiting: int = 1024
+    """Requests that may wait; the next one is refused with RESOURCE_EXHAUSTED."""
+    policy: str = "fcfs"
+    """fcfs (priority first, then arrival)."""
+    overlap: bool = True
+    """Plan and launch step N+1 while step N runs; results are read one step late. The tokens are the same."""
+
+
+@dataclass(frozen=True)
+class CompileSection:
+    cache_dir: str = field(default_factory=_default_cache_dir)
+    """Folder of the persistent compile cache (and of fetched models); created where missing."""
+    token_buckets: tuple[int, ...] | None = None
+    """Token buckets of mixed steps. auto: powers of two from 16 up to max_num_batched_tokens, which is always one."""
+    sequence_buckets: tuple[int, ...] | None = None
+    """Sequence buckets of decode steps. auto: powers of two up to max_num_seqs, which is always one."""
+    forbid_compile: bool = False
+    """A compile after readiness is an error instead of a counted event."""
+    num_threads: int | None = None
+    """Threads that compile the plan. auto: the number of CPU cores."""
+
+
+@dataclass(frozen=True)
+class ParallelSection:
+    tensor_parallel_size: int = 1
+    """Devices over which heads and ffn are split."""
+
+
+@dataclass(frozen=True)
+class KernelSection:
+    attention: str | None = None
+    """reference, xla, mosaic_tpu or mosaic_gpu. auto: the best the platform has; an explicit one that cannot serve is an error."""
+
+
+@dataclass(frozen=True)
+class ServerSection:
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 50051
+    """gRPC port; 0 picks a free one and prints it."""
+    metrics_port: int | None = None
+    """Port of the Prometheus text page. unset: none."""
+    drain_timeout_s: float = 30.0
+    """Seconds that running requests get to finish after SIGTERM or Drain."""
+    max_message_bytes: int = 64 * 1024 * 1024
+    """Largest gRPC message, in and out."""
+    max_concurrent_streams: int = 1024
+    """Generation calls that may be open at once; the next one is refused with RESOURCE_EXHAUSTED."""
+    insecure: bool = False
+    """Allow a non-loopback host although there is neither TLS nor a token file."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """All of jserve's settings.  Keys in TOML and flags are `section.field`; see `jserve serve --help`."""
+
+    model: ModelSection = ModelSection()
+    kv: KvSection = KvSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    compile: CompileSection = field(default_factory=CompileSection)
+    parallel: ParallelSection = ParallelSection()
+    kernel: KernelSection = KernelSection()
+    server: ServerSection = ServerSection()
+
+    def replace(self, section: str, **values) -> Config:
+        """A copy with fields of one section changed."""
+        return dataclasses.replace(self, **{section: dataclasses.replace(getattr(self, section), **values)})

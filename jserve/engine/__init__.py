@@ -1,0 +1,1 @@
+"""Wires the pieces together and runs them: build (wires), loop (runs), outputs (applies), async_engine (the front door)."""

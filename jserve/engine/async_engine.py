@@ -1,0 +1,261 @@
+"""The engine's front door: asyncio on this side, the engine thread and the output thread on the other.
+
+Every front end (gRPC, the offline API, `batch`) comes through `generate`, so there is one validator and one path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+import numpy as np
+
+from jserve.engine.channel import Channel, merge
+from jserve.engine.info import Loads, ModelInfo
+from jserve.engine.loop import EngineLoop
+from jserve.engine.streams import OutputThread, RequestStream
+from jserve.kv.block_keys import sequence_salt
+from jserve.metrics import RequestCounts
+from jserve.request import Code, GenerateRequest, GenerateUpdate, RequestError, Sampling, invalid
+from jserve.sampling.limits import ModelLimits
+from jserve.sampling.validate import resolve, truncate_prompt, validate_request
+from jserve.scheduler import Scheduler, Sequence
+from jserve.tokenizer import PromptTooLong, Tokenizer
+
+LONG_TEXT = 4096
+"""Characters from which tokenising goes to a thread, so that one long prompt does not hold up every other stream."""
+RETRY_AFTER_S = 1.0
+
+
+class AsyncEngine:
+    """Serves one model.  Made by `jserve.engine.build`; safe to use from several event loops."""
+
+    def __init__(
+        self,
+        *,
+        info: ModelInfo,
+        limits: ModelLimits,
+        tokenizer: Tokenizer,
+        scheduler: Scheduler,
+        loop: EngineLoop,
+        outputs: OutputThread,
+        counts: RequestCounts,
+        max_waiting: int,
+        compiles_after_ready: Callable[[], int],
+    ):
+        self.info = info
+        self.limits = limits
+        self.tokenizer = tokenizer
+        self.counts = counts
+        self._scheduler = scheduler
+        self._loop = loop
+        self._outputs = outputs
+        self._max_waiting = max_waiting
+        self._compiles_after_ready = compiles_after_ready
+        self._streams: dict[str, RequestStream | None] = {}
+        self._state = "starting"
+
+    # -- life
+
+    def start(self) -> None:
+        """Starts the threads; requests are served from here on."""
+        self._outputs.start()
+        self._loop.start()
+        self._state = "ready"
+
+    @property
+    def state(self) -> str:
+        """starting, ready, draining or stopped."""
+        return self._state
+
+    def begin_drain(self) -> None:
+        """New requests are refused from now on; accepted ones go on."""
+        if self._state == "ready":
+            self._state = "draining"
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Waits until every accepted request has ended, at most `timeout_s`; says whether all did."""
+        self.begin_drain()
+        deadline = time.monotonic() + timeout_s
+        while self._streams and time.monotonic() < deadline:
+            await asyncio.sleep(0.02)
+        return not self._streams
+
+    async def close(self) -> None:
+        """Aborts what still runs and ends the threads."""
+        self._state = "stopped"
+        await asyncio.to_thread(self.stop)
+
+    def stop(self) -> None:
+        self._state = "stopped"
+        self._loop.stop()
+        self._outputs.stop()
+
+    # -- requests
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[GenerateUpdate]:
+        """Streams a request's updates; closing the iterator aborts the request.
+
+        Raises:
+          RequestError: before the first update where the request is refused, later only for an INTERNAL failure.
+        """
+        try:
+            stream = await self._admit(request)
+        except RequestError:
+            self.counts.refused += 1
+            raise
+        try:
+            while True:
+                update = await stream.channel.get()
+                yield update
+                if update.usage is not None:
+                    return
+        finally:
+            self._streams.pop(stream.request_id, None)
+            if not stream.done:
+                self._loop.abort(stream.request_id)
+
+    async def generate_all(self, request: GenerateRequest) -> GenerateUpdate:
+        """The whole answer as one update."""
+        merged: GenerateUpdate | None = None
+        async with aclosing(self.generate(request)) as updates:
+            async for update in updates:
+                if merged is None:
+                    merged = update
+                else:
+                    merge(merged, update)
+        return merged
+
+    async def abort(self, request_id: str) -> bool:
+        """Ends a request; its stream ends with ABORTED.  False where no such request is running."""
+        if self._streams.get(request_id) is None:
+            return False
+        self._loop.abort(request_id)
+        return True
+
+    async def _admit(self, request: GenerateRequest) -> RequestStream:
+        self._refuse_unless_ready()
+        arrival = time.time()
+        validate_request(request, self.limits)
+        request_id = request.request_id or f"req-{uuid.uuid4().hex}"
+        if request_id in self._streams:
+            raise RequestError(
+                Code.ALREADY_EXISTS, f"request_id = {request_id!r}: a request of that id is running", field="request_id"
+            )
+        self._streams[request_id] = None
+        try:
+            prompt = truncate_prompt(request.sampling_params, await self._prompt_token_ids(request))
+            sampling = resolve(request.sampling_params, self.limits, len(prompt))
+            self._refuse_unless_ready()
+            if request.deadline is not None and request.deadline <= time.monotonic():
+                raise RequestError(Code.DEADLINE_EXCEEDED, "the deadline had passed before the request could be queued")
+            self._refuse_when_full()
+            stream = self._make_stream(request, request_id, prompt, sampling, arrival)
+        except BaseException:
+            del self._streams[request_id]
+            raise
+        self._streams[request_id] = stream
+        self.counts.accepted += 1
+        self.counts.prompt_tokens += len(prompt)
+        self._loop.submit(stream.sequences)
+        return stream
+
+    def _make_stream(
+        self, request: GenerateRequest, request_id: str, prompt: list[int], sampling: Sampling, arrival: float
+    ) -> RequestStream:
+        sequence = Sequence(
+            request_id,
+            np.asarray(prompt, np.int32),
+            sampling,
+            priority=request.priority or 0,
+            arrival=arrival,
+            salt=sequence_salt(tenant=request.tenant, cache_salt=request.cache_salt),
+            use_prefix_cache=not request.bypass_prefix_cache and sampling.prompt_logprobs is None,
+        )
+        return RequestStream(request_id, [sequence], Channel(asyncio.get_running_loop()), self.tokenizer)
+
+    def _refuse_unless_ready(self) -> None:
+        if self._state != "ready":
+            raise RequestError(Code.UNAVAILABLE, f"the server is {self._state}", retry_after_s=RETRY_AFTER_S)
+
+    def _refuse_when_full(self) -> None:
+        waiting, live = self._scheduler.num_waiting, len(self._streams) - 1
+        room = self._max_waiting + self._scheduler.limits.num_slots
+        if live >= room or waiting > self._max_waiting or (waiting == self._max_waiting and waiting > 0):
+            raise RequestError(
+                Code.RESOURCE_EXHAUSTED,
+                f"the queue is full: {waiting} requests wait and scheduler.max_waiting is {self._max_waiting}",
+                retry_after_s=RETRY_AFTER_S,
+            )
+
+    async def _prompt_token_ids(self, request: GenerateRequest) -> list[int]:
+        if request.prompt_token_ids is not None:
+            return list(request.prompt_token_ids)
+        # A text that is sure to exceed the context is refused in milliseconds, not tokenised for seconds.
+        truncates = request.sampling_params.truncate_prompt_tokens is not None
+        most = None if truncates else self.limits.context_length
+        try:
+            if request.prompt is not None:
+                return await self._off_loop(
+                    len(request.prompt), self.tokenizer.encode, request.prompt, add_special=True, max_tokens=most
+                )
+            size = sum(len(message.content) for message in request.messages)
+            return await self._off_loop(size, self.tokenizer.encode_chat, request.messages, max_tokens=most)
+        except PromptTooLong as error:
+            field = "prompt" if request.prompt is not None else "messages"
+            raise invalid(field, f"at least {error.at_least} tokens", f"exceeds the context of {most} tokens") from None
+        except ValueError as error:
+            field = "prompt" if request.prompt is not None else "messages"
+            raise invalid(field, getattr(request, field), str(error)) from None
+
+    async def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
+        """Ids of a text, by default as `generate` would read it as a prompt."""
+        return await self._off_loop(
+            len(text), self.tokenizer.encode, text, add_special=add_special, parse_special=parse_special
+        )
+
+    async def _off_loop(self, size: int, function: Callable, *arguments, **named):
+        """Runs a function of the tokenizer; in a thread where the text is long."""
+        if size < LONG_TEXT:
+            return function(*arguments, **named)
+        return await asyncio.to_thread(function, *arguments, **named)
+
+    # -- looking in and housekeeping
+
+    def loads(self) -> Loads:
+        blocks, times, counts = self._scheduler.blocks, self._loop.times, self.counts
+        stats = blocks.stats
+        return Loads(
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting + self._loop.num_posted,
+            kv_usage=blocks.num_used_blocks / blocks.num_total_blocks,
+            num_total_blocks=blocks.num_total_blocks,
+            num_free_blocks=blocks.num_free_blocks,
+            num_cached_blocks=blocks.num_cached_blocks,
+            num_preemptions=self._scheduler.num_preemptions,
+            num_steps=times.num_steps,
+            prompt_tokens=counts.prompt_tokens,
+            generated_tokens=times.generated_tokens,
+            prefix_cache_queried_tokens=stats.num_queried_tokens,
+            prefix_cache_hit_tokens=stats.num_hit_tokens,
+            scheduled_tokens=times.scheduled_tokens,
+            padded_tokens=times.padded_tokens,
+            compiles_after_ready=self._compiles_after_ready(),
+            requests_accepted=counts.accepted,
+            requests_refused=counts.refused,
+            requests_finished=counts.finished,
+            requests_aborted=counts.aborted,
+            requests_failed=counts.failed,
+        )
+
+    async def flush_cache(self) -> int:
+        """Forgets every cached block that no sequence owns; returns how many."""
+        return await asyncio.wrap_future(self._loop.call(self._scheduler.blocks.flush))
+
+    async def check_integrity(self) -> list[str]:
+        """Violated invariants of the KV bookkeeping, in words; empty when sound."""
+        return await asyncio.wrap_future(self._loop.call(self._scheduler.blocks.check_integrity))
+

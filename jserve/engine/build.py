@@ -1,0 +1,296 @@
+"""Builds an engine from a config: resolves what is automatic, loads the model, sizes the pool, compiles the plan.
+
+The one place where "auto" becomes a value; the resolved values are stored in a new config.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jserve.config import Config, ConfigError
+from jserve.engine.async_engine import AsyncEngine
+from jserve.engine.info import ModelInfo
+from jserve.engine.loop import EngineLoop
+from jserve.engine.streams import OutputThread
+from jserve.kv import BlockManager, GroupSpec
+from jserve.kv.block_keys import root_key
+from jserve.metrics import RequestCounts
+from jserve.models.config import ModelConfig
+from jserve.models.inputs import attention_spec
+from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, make_compile_plan
+from jserve.runner.compiler import CompileCounter, use_persistent_cache
+from jserve.runner.memory import MemoryPlan, available_host_bytes, plan_memory
+from jserve.runner.model_runner import ModelRunner
+from jserve.runner.programs import ProgramSet
+from jserve.sampling.fields import SUPPORTED
+from jserve.sampling.limits import ModelLimits
+from jserve.sampling.validate import generation_defaults
+from jserve.scheduler import Scheduler, SchedulerLimits
+from jserve.tokenizer import Tokenizer, TokenizerError, from_folder, from_gguf
+from jserve.weights.load import LoadedModel, load_model
+from pallas_kernels.paged_attention import PoolLayout, choose, layout
+
+DTYPES = ("float32", "bfloat16")
+
+
+class Report:
+    """Where a start tells of itself: `line` for what stays to be read, `progress` for (phase, done, total)."""
+
+    def __init__(
+        self,
+        line: Callable[[str], None] = lambda text: None,
+        progress: Callable[[str, int, int], None] = lambda phase, done, total: None,
+    ):
+        self.line = line
+        self.progress = progress
+
+
+def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
+    """A started engine: weights loaded, pool allocated, every planned program compiled.
+
+    Args:
+      config: model.path is a path on disk (see `weights.fetch`).
+    Raises:
+      ConfigError, ModelError, TokenizerError: one line that names what is wrong.
+    """
+    report = report or Report()
+    platform = jax.default_backend()
+    if platform not in ("cpu", "gpu", "tpu"):
+        raise ConfigError(f"jax runs on {platform!r}; cpu, gpu and tpu are supported")
+    config = resolve_automatic(config, platform)
+    use_persistent_cache(os.path.join(config.compile.cache_dir, "xla"))
+    counter = CompileCounter()
+
+    report.line(f"loading {config.model.path} as {config.model.dtype} on {platform}")
+    model = load_model(
+        config.model.path,
+        config.model.dtype,
+        context_length=config.model.context_length,
+        progress=lambda done, total: report.progress("load weights", done, total),
+    )
+    tokenizer = load_tokenizer(model)
+    plan = make_compile_plan(config)
+    layouts = pool_layouts(model.config, config, platform)
+    memory = size_pool(model, config, platform, layouts, plan)
+    report.line(str(memory))
+
+    blocks = BlockManager(
+        groups=[GroupSpec(group.sliding_window) for group in model.config.layer_groups],
+        num_blocks=[memory.num_blocks] * len(layouts),
+        block_size=config.kv.block_size,
+        num_slots=plan.num_slots,
+        max_blocks_per_seq=math.ceil(model.config.context_length / config.kv.block_size),
+        prefix_cache=config.kv.prefix_cache,
+        root_key=root_key(model=model.digest, dtype=config.model.dtype, kv_dtype=config.kv.dtype),
+    )
+    programs = make_programs(model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size)
+    report.line(f"compile plan: {plan}")
+    programs.compile(
+        model.params,
+        config.compile.num_threads,
+        lambda done, total, what: report.progress("compile", done, total),
+    )
+    runner = ModelRunner(programs, model.params, blocks.tables)
+    runner.warm_up()
+    counter.mark_ready(forbid=config.compile.forbid_compile)
+    return _wire(config, model, tokenizer, plan, memory, blocks, runner, counter, programs.implementation)
+
+
+def resolve_automatic(config: Config, platform: str) -> Config:
+    """Fills every None that depends on the platform; checks the values that nothing later would.
+
+    Raises:
+      ConfigError: naming key and value.
+    """
+    on_cpu = platform == "cpu"
+
+    def default(section: str, **values: object) -> None:
+        nonlocal config
+        current = getattr(config, section)
+        config = config.replace(section, **{k: v for k, v in values.items() if getattr(current, k) is None})
+
+    default("model", dtype="float32" if on_cpu else "bfloat16")
+    default("kv", block_size=32 if on_cpu else 64, dtype="float32" if on_cpu else config.model.dtype)
+    default("scheduler", max_num_batched_tokens=512 if on_cpu else 2048, max_num_seqs=64 if on_cpu else 256)
+    default("compile", num_threads=os.cpu_count() or 1)
+    for key, value in (("model.dtype", config.model.dtype), ("kv.dtype", config.kv.dtype)):
+        if value not in DTYPES:
+            raise ConfigError(f"{key} = {value!r}: one of {', '.join(DTYPES)}")
+    positive = {
+        "kv.block_size": config.kv.block_size,
+        "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
+        "scheduler.max_num_seqs": config.scheduler.max_num_seqs,
+        "compile.num_threads": config.compile.num_threads,
+    }
+    for key, value in positive.items():
+        if value < 1:
+            raise ConfigError(f"{key} = {value}: must be at least 1")
+    if config.scheduler.max_waiting < 0:
+        raise ConfigError(f"scheduler.max_waiting = {config.scheduler.max_waiting}: must be 0 or more")
+    if not 0 < config.kv.memory_fraction <= 1:
+        raise ConfigError(f"kv.memory_fraction = {config.kv.memory_fraction}: must be in (0, 1]")
+    if config.scheduler.policy != "fcfs":
+        raise ConfigError(f"scheduler.policy = {config.scheduler.policy!r}: only fcfs is built")
+    if config.parallel.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"parallel.tensor_parallel_size = {config.parallel.tensor_parallel_size}: only 1 is built"
+        )
+    if config.model.generation_config not in ("auto", "none"):
+        raise ConfigError(f"model.generation_config = {config.model.generation_config!r}: auto or none")
+    return config
+
+
+def load_tokenizer(model: LoadedModel) -> Tokenizer:
+    """The tokenizer that came with the weights.
+
+    Raises:
+      TokenizerError: there is none, or it has ids that the embedding lacks.
+    """
+    source = model.tokenizer_source
+    tokenizer = from_folder(source) if isinstance(source, os.PathLike) else from_gguf(source)
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise TokenizerError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.config.vocab_size} rows"
+        )
+    return tokenizer
+
+
+def pool_layouts(model: ModelConfig, config: Config, platform: str) -> tuple[PoolLayout, ...]:
+    """One pool layout per layer group."""
+    one = layout(platform, model.num_kv_heads, model.head_dim, config.kv.block_size, jnp.dtype(config.kv.dtype))
+    return (one,) * len(model.layer_groups)
+
+
+def size_pool(
+    model: LoadedModel, config: Config, platform: str, layouts: tuple[PoolLayout, ...], plan: CompilePlan
+) -> MemoryPlan:
+    """How many blocks the pool gets."""
+    device = jax.devices()[0]
+    on_cpu = platform == "cpu"
+    return plan_memory(
+        config.kv,
+        platform=platform,
+        device_bytes=available_host_bytes() if on_cpu else device.memory_stats()["bytes_limit"],
+        weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)),
+        activation_bytes=activation_bytes(model.config, plan),
+        bytes_per_block=sum(
+            layout.bytes_per_block(group.num_layers) for layout, group in zip(layouts, model.config.layer_groups)
+        ),
+        block_size=config.kv.block_size,
+    )
+
+
+def activation_bytes(model: ModelConfig, plan: CompilePlan) -> int:
+    """An upper estimate of what one step needs besides weights and pool, in float32.
+
+    The widest layer of the largest step, three times (input, output, gate and up), and the logits of the largest sampler
+    three times (raw, processed, one temporary).
+    """
+    widest = max(4 * model.d_model, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim, 2 * model.d_ff)
+    step = 3 * plan.token_buckets[-1] * widest
+    logits = 3 * max(plan.num_slots, SCORED_ROWS) * model.vocab_size
+    return 4 * (step + logits)
+
+
+def make_programs(
+    model: ModelConfig,
+    config: Config,
+    plan: CompilePlan,
+    layouts: tuple[PoolLayout, ...],
+    num_blocks: int,
+    num_real_tokens: int,
+) -> ProgramSet:
+    """The programs of a resolved config, not yet compiled."""
+    groups = model.layer_groups
+    implementations = {
+        choose(one.platform, one, attention_spec(model, group), config.kernel.attention)
+        for one, group in zip(layouts, groups)
+    }
+    if len(implementations) != 1:
+        raise ConfigError(f"kernel.attention: the layer groups need different ones: {', '.join(sorted(implementations))}")
+    return ProgramSet(
+        model,
+        plan,
+        layouts=layouts,
+        pool_shapes=tuple(one.shape(group.num_layers, num_blocks) for one, group in zip(layouts, groups)),
+        implementation=implementations.pop(),
+        max_blocks=math.ceil(model.context_length / config.kv.block_size),
+        num_real_tokens=num_real_tokens,
+    )
+
+
+def _wire(
+    config: Config,
+    model: LoadedModel,
+    tokenizer: Tokenizer,
+    plan: CompilePlan,
+    memory: MemoryPlan,
+    blocks: BlockManager,
+    runner: ModelRunner,
+    counter: CompileCounter,
+    attention: str,
+) -> AsyncEngine:
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            token_buckets=plan.token_buckets,
+            sequence_buckets=plan.sequence_buckets,
+        ),
+        blocks,
+    )
+    eos_token_ids = tuple(model.eos_token_ids)
+    defaults = generation_defaults(model.generation_defaults) if config.model.generation_config == "auto" else {}
+    counts = RequestCounts()
+    outputs = OutputThread(lambda sequence, reason: loop.finish(sequence, reason), counts)
+    loop = EngineLoop(scheduler, runner, outputs.put, overlap=config.scheduler.overlap)
+    info = ModelInfo(
+        tokenizer=tokenizer,
+        name=config.model.served_name or os.path.basename(os.path.normpath(config.model.path)),
+        path=config.model.path,
+        family=model.config.family,
+        context_length=model.config.context_length,
+        vocab_size=model.config.vocab_size,
+        num_parameters=sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_ids=eos_token_ids,
+        dtype=config.model.dtype,
+        kv_dtype=config.kv.dtype,
+        block_size=config.kv.block_size,
+        num_blocks=memory.num_blocks,
+        max_num_seqs=plan.num_slots,
+        max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+        generation_defaults=defaults,
+        capabilities=dict(SUPPORTED),
+        has_chat_template=tokenizer.chat_template is not None,
+        digest=model.digest,
+        platform=jax.default_backend(),
+        devices=tuple(str(device) for device in jax.devices()[: config.parallel.tensor_parallel_size]),
+        attention=attention,
+    )
+    limits = ModelLimits(
+        context_length=model.config.context_length,
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=eos_token_ids,
+        generation_defaults=defaults,
+        max_pool_tokens=memory.num_tokens,
+        num_real_tokens=tokenizer.vocab_size,
+    )
+    engine = AsyncEngine(
+        info=info,
+        limits=limits,
+        tokenizer=tokenizer,
+        scheduler=scheduler,
+        loop=loop,
+        outputs=outputs,
+        counts=counts,
+        max_waiting=config.scheduler.max_waiting,
+        compiles_after_ready=lambda: counter.num_after_ready,
+    )
+    engine.start()
+    return engine

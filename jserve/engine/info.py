@@ -1,0 +1,69 @@
+"""What an engine says about itself: the model it serves, its sizes, its load.  Read by GetModelInfo, GetLoads and people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jserve.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """Facts that do not change after start."""
+
+    tokenizer: Tokenizer
+    name: str
+    path: str
+    family: str
+    context_length: int
+    vocab_size: int
+    """Rows of the embedding: ids from 0 up to here may stand in a prompt."""
+    num_parameters: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    kv_dtype: str
+    block_size: int
+    num_blocks: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    generation_defaults: Mapping[str, object]
+    """Sampling values of the model's generation_config that fill unset fields."""
+    capabilities: Mapping[str, bool]
+    """Every field of SamplingParams: whether this build serves it."""
+    has_chat_template: bool
+    digest: str
+    """SHA-256 over the weights."""
+    platform: str
+    devices: tuple[str, ...]
+    attention: str
+    """The attention implementation in use."""
+
+
+@dataclass(frozen=True)
+class Loads:
+    """What the engine is doing now."""
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    """Share of the pool's blocks that running sequences own, 0..1."""
+    num_total_blocks: int
+    num_free_blocks: int
+    num_cached_blocks: int
+    """Blocks that nobody owns but the prefix cache still finds."""
+    num_preemptions: int
+    num_steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_cache_queried_tokens: int
+    prefix_cache_hit_tokens: int
+    scheduled_tokens: int
+    padded_tokens: int
+    compiles_after_ready: int
+    requests_accepted: int
+    requests_refused: int
+    requests_finished: int
+    requests_aborted: int
+    requests_failed: int

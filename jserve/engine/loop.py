@@ -1,0 +1,207 @@
+"""The engine loop: schedule, launch, collect, apply, in a thread of its own.
+
+With overlap the host plans and launches step N + 1 while step N runs and reads results one step late; without it, it
+waits for each step.  The tokens are the same.  Other threads talk to it through `submit`, `abort` and `call` only.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Protocol
+
+from jserve.engine.outputs import StepResult, apply, fail
+from jserve.metrics import StepTimes
+from jserve.request import Code, FinishReason, RequestError
+from jserve.scheduler import Scheduler, Sequence, StepPlan
+from jserve.scheduler.plan import StepOutput
+
+log = logging.getLogger(__name__)
+
+
+class Runner(Protocol):
+    """The seam to the device."""
+
+    def launch(self, plan: StepPlan) -> None:
+        """Starts a step; returns before it is done."""
+
+    def collect(self) -> StepOutput:
+        """Waits for the oldest launched step."""
+
+    def reset(self) -> None:
+        """Forgets launched steps and clears device state after a failed one."""
+
+
+class EngineLoop:
+    """Runs steps while there is work.  All scheduler state is touched by this thread only."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        on_result: Callable[[StepResult], None],
+        *,
+        overlap: bool,
+        times: StepTimes | None = None,
+        on_step: Callable[[Scheduler], None] | None = None,
+    ):
+        """`on_result` gets each step's result, on this thread; `on_step` is a test's look at the state after each step."""
+        self._scheduler = scheduler
+        self._runner = runner
+        self._on_result = on_result
+        self._on_step = on_step
+        self._depth = 1 if overlap else 0
+        self._in_flight: deque[StepPlan] = deque()
+        self._live: dict[str, list[Sequence]] = {}
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="jserve-engine", daemon=True)
+        self.times = times or StepTimes()
+
+    # -- called by other threads
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Queues the sequences of one request."""
+        self._post(lambda: self._add(sequences))
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request wherever it is; unknown and ended ones are a no-op."""
+        self._post(lambda: self._abort(request_id))
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends one sequence, for a reason that its client has been told already."""
+
+        def end() -> None:
+            self._scheduler.finish(sequence, reason)
+            self._forget(sequence)
+
+        self._post(end)
+
+    def call(self, function: Callable[[], Any]) -> Future:
+        """Runs `function` on the engine thread between two steps, with none in flight."""
+        future: Future = Future()
+
+        def run() -> None:
+            self._settle()
+            try:
+                future.set_result(function())
+            except Exception as error:  # the caller's, not ours
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def stop(self, timeout_s: float = 30.0) -> None:
+        """Aborts what is left and ends the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    @property
+    def num_posted(self) -> int:
+        """Messages that the thread has not read yet."""
+        return len(self._inbox)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not (self._inbox or self._scheduler.has_work or self._in_flight or self._stopping):
+                    self._wake.wait()
+                if self._stopping:
+                    break
+            self._read_inbox()
+            try:
+                self.step()
+            except Exception:
+                log.exception("a step failed; its requests end with INTERNAL")
+                self._recover()
+        self._read_inbox()
+        self._settle()
+        for request_id in list(self._live):
+            self._abort(request_id)
+
+    def step(self) -> None:
+        """Schedule and launch one step, then apply the step that is due."""
+        began = time.perf_counter()
+        plan = self._scheduler.schedule()
+        for sequence in self._scheduler.take_outgrown():
+            self._report(StepResult(time.time(), ended=[(sequence, FinishReason.LENGTH)]))
+        if plan is not None:
+            self._in_flight.append(plan)
+            self._runner.launch(plan)
+        planned = time.perf_counter()
+        if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
+            output = self._runner.collect()
+            collected = time.perf_counter()
+            plan = self._in_flight.popleft()
+            self._report(apply(self._scheduler, plan, output))
+            self.times.record(plan, output, host_s=planned - began + time.perf_counter() - collected)
+        elif plan is None and self._scheduler.has_work:
+            raise RuntimeError("nothing can run although work is waiting: a bug of the scheduler")
+        if self._on_step is not None:
+            self._on_step(self._scheduler)
+
+    def _settle(self) -> None:
+        """Applies every step in flight."""
+        try:
+            while self._in_flight:
+                output = self._runner.collect()
+                self._report(apply(self._scheduler, self._in_flight.popleft(), output))
+        except Exception:
+            log.exception("a step failed; its requests end with INTERNAL")
+            self._recover()
+
+    def _recover(self) -> None:
+        """A step broke: what it held is gone, so its sequences and all running ones end; the queue lives on."""
+        broken = [s for plan in self._in_flight for s in plan.sequences] + self._scheduler.running()
+        broken = broken or self._scheduler.waiting()[:1]  # nothing ran: the head of the queue is what broke
+        self._in_flight.clear()
+        error = RequestError(Code.INTERNAL, "the step that served this request failed; the server's log says why")
+        self._report(fail(self._scheduler, list(dict.fromkeys(broken)), error))
+        self._scheduler.blocks.flush()
+        self._runner.reset()
+
+    def _add(self, sequences: list[Sequence]) -> None:
+        self._live[sequences[0].request_id] = list(sequences)
+        for sequence in sequences:
+            self._scheduler.add(sequence)
+
+    def _abort(self, request_id: str) -> None:
+        result = StepResult(time.time())
+        for sequence in self._live.get(request_id, ()):
+            if not sequence.finished:
+                self._scheduler.finish(sequence, FinishReason.ABORTED)
+                result.ended.append((sequence, FinishReason.ABORTED))
+        self._report(result)
+
+    def _report(self, result: StepResult) -> None:
+        for sequence, _ in result.ended + result.failed:
+            self._forget(sequence)
+        if result.sequences or result.ended or result.failed or result.prompt_scores:
+            self._on_result(result)
+
+    def _forget(self, sequence: Sequence) -> None:
+        siblings = self._live.get(sequence.request_id)
+        if siblings is not None and all(s.finished for s in siblings):
+            del self._live[sequence.request_id]
+
+    def _post(self, message: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(message)
+            self._wake.notify()
+
+    def _read_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()

@@ -1,0 +1,75 @@
+"""Applies a step's output to its sequences: appends tokens, ends sequences, and says what happened.
+
+Runs on the engine thread and does only what the next `schedule()` needs; text is made elsewhere (`engine.streams`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jserve.request import FinishReason, RequestError
+from jserve.scheduler import Scheduler, Sequence, StepPlan
+from jserve.scheduler.plan import PromptScores, StepOutput
+
+
+@dataclass
+class StepResult:
+    """What one step did to its sequences, in the order in which clients must hear of it."""
+
+    time: float
+    sequences: list[Sequence] = field(default_factory=list)
+    """Sequences that got a token each."""
+    token_ids: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    """Row of each of them in the output's logprob arrays."""
+    output: StepOutput | None = None
+    prompt_scores: list[tuple[Sequence, PromptScores]] = field(default_factory=list)
+    ended: list[tuple[Sequence, FinishReason]] = field(default_factory=list)
+    failed: list[tuple[Sequence, RequestError]] = field(default_factory=list)
+
+
+def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResult:
+    """Appends what was sampled and ends what is finished.  Rows of sequences that ended meanwhile are dropped."""
+    assert output.step_id == plan.step_id, f"output of step {output.step_id} for the plan of step {plan.step_id}"
+    result = StepResult(time.time(), output=output)
+    for row, token_id in enumerate(output.token_ids.tolist()):
+        sequence = plan.sequences[plan.sampling_rows[row]]
+        if sequence.finished:
+            continue
+        reason = sequence.append(token_id)
+        result.sequences.append(sequence)
+        result.token_ids.append(token_id)
+        result.rows.append(row)
+        if reason is not None:
+            result.ended.append((sequence, reason))
+    for scores in output.prompt_scores or ():
+        sequence = plan.sequences[scores.row]
+        if not sequence.finished:
+            result.prompt_scores.append((sequence, scores))
+    if plan.has_prompt_only:
+        ends = plan.first_positions + plan.num_scheduled
+        for sequence, end in zip(plan.sequences, ends):
+            if sequence.prompt_only and not sequence.finished and end == sequence.num_prompt:
+                result.ended.append((sequence, FinishReason.LENGTH))
+    scheduler.applied(plan)  # before the blocks of ended sequences are released: their full blocks stay findable
+    for sequence, reason in result.ended:
+        scheduler.finish(sequence, reason)
+    return result
+
+
+def fail(scheduler: Scheduler, sequences: list[Sequence], error: RequestError) -> StepResult:
+    """Ends sequences whose step broke, so that only they suffer."""
+    result = StepResult(time.time())
+    for sequence in sequences:
+        if not sequence.finished:
+            scheduler.finish(sequence, FinishReason.ABORTED)
+            result.failed.append((sequence, error))
+    return result
+
+
+def top_entries(output: StepOutput, row: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probabilities of the k most probable tokens of a sampled row."""
+    return output.top_ids[row, :k], output.top_logprobs[row, :k]

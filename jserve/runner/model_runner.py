@@ -1,0 +1,155 @@
+"""Runs plans on a device: one forward program and one sampler program a step, KV pools donated from step to step.
+
+`launch` builds the arrays and starts the programs; `collect` waits for the oldest step and reads its small output.
+Sampled ids stay on the device, by slot, and feed the next step without a visit to the host.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from jserve.runner.batch import build
+from jserve.runner.compile_plan import SCORED_ROWS, StepShape
+from jserve.runner.programs import ProgramSet, SampledColumns
+from jserve.runner.sampling_rows import SamplingRows
+from jserve.sampling.sampler import SamplerVariant
+from jserve.scheduler.buckets import bucket_for
+from jserve.scheduler.plan import PromptScores, StepOutput, StepPlan
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Which prompt positions one scorer call scores: (row, first target position, count), end to end."""
+
+    pieces: list[tuple[int, int, int]]
+    packed: jax.Array  # i32[SCORED_ROWS, columns]
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    plan: StepPlan
+    launched: float
+    sampled: jax.Array | None  # i32[R, columns]
+    variant: SamplerVariant | None
+    scored: list[_Scored]
+
+
+class ModelRunner:
+    """Owns the device state: parameters, KV pools, the last sampled id of each slot.
+
+    Args:
+      tables: block tables by slot of each layer group, i32[num_slots, max_blocks]; read at launch.
+    """
+
+    def __init__(self, programs: ProgramSet, params, tables: tuple[np.ndarray, ...]):
+        self._programs = programs
+        self._params = params
+        self._tables = tables
+        self._sampling = SamplingRows(programs.num_slots)
+        self._in_flight: deque[_InFlight] = deque()
+        self._last_collected = 0.0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets launched steps and starts from empty pools."""
+        self._in_flight.clear()
+        self._pools = None  # give the old ones back first: two do not fit
+        self._pools = self._programs.allocate_pools()
+        self._slot_tokens = self._programs.initial_slot_tokens()
+
+    def warm_up(self) -> None:
+        """Runs every program once with nothing but padding, so that the first request meets no first-call cost."""
+        self._pools, self._slot_tokens = self._programs.run_each_once(self._params, self._pools, self._slot_tokens)
+        jax.block_until_ready(self._pools)
+
+    def launch(self, plan: StepPlan) -> None:
+        """Starts a step.  Takes over the pools: whatever read them before is done or queued ahead of it."""
+        programs = self._programs
+        launched = time.perf_counter()
+        for sequence in plan.admitted:
+            self._sampling.enter(sequence)
+        if plan.copies:
+            self._pools = programs.copy_blocks(self._pools, plan.copies)
+        shape = programs.step_shape(plan.bucket, plan.decode_only)
+        packed = build(plan, programs.input_layout(shape), self._tables)
+        hidden, sample_hidden, self._pools = programs.forward(
+            shape, self._params, self._pools, self._slot_tokens, packed
+        )
+        sampled = variant = None
+        if len(plan.sampling_rows):
+            variant = self._sampling.variant(plan.slots[plan.sampling_rows])
+            num_rows = bucket_for(programs.plan.sampler_rows(variant), len(plan.sampling_rows))
+            self._slot_tokens, sampled = programs.sample(
+                (num_rows, variant), self._params, sample_hidden, self._slot_tokens, self._sampling.build(plan, num_rows)
+            )
+        scored = self._score_prompts(plan, shape, hidden)
+        self._in_flight.append(_InFlight(plan, launched, sampled, variant, scored))
+
+    def collect(self) -> StepOutput:
+        """Waits for the oldest launched step."""
+        step = self._in_flight.popleft()
+        output = StepOutput(step.plan.step_id, np.zeros(0, np.int32))
+        if step.sampled is not None:
+            columns = SampledColumns(np.asarray(step.sampled)[: len(step.plan.sampling_rows)])
+            output.token_ids = columns.token_ids
+            output.logprobs = columns.logprobs
+            if step.variant.with_logprobs:
+                output.ranks, output.top_ids, output.top_logprobs = columns.ranks, columns.top_ids, columns.top_logprobs
+        else:
+            jax.block_until_ready(self._pools)
+        output.prompt_scores = [piece for scored in step.scored for piece in _read_scores(scored)]
+        now = time.perf_counter()
+        output.device_seconds = now - max(step.launched, self._last_collected)
+        self._last_collected = now
+        return output
+
+    def _score_prompts(self, plan: StepPlan, shape: StepShape, hidden: jax.Array) -> list[_Scored]:
+        """Starts scoring the prompt tokens of rows that asked for prompt_logprobs, SCORED_ROWS positions a call."""
+        flat, targets, pieces = [], [], []
+        offset = 0
+        for row, sequence in enumerate(plan.sequences):
+            first, count = int(plan.first_positions[row]), int(plan.num_scheduled[row])
+            if sequence.sampling.prompt_logprobs is not None and first + 1 < sequence.num_prompt:
+                count_scored = min(first + count, sequence.num_prompt - 1) - first  # position p scores token p + 1
+                flat.extend(range(offset, offset + count_scored))
+                targets.extend(sequence.tokens[first + 1 : first + 1 + count_scored])
+                pieces.extend((row, first + 1 + i) for i in range(count_scored))
+            offset += count
+        scored = []
+        for at in range(0, len(flat), SCORED_ROWS):
+            packed = np.zeros((2, SCORED_ROWS), np.int32)
+            chunk = slice(at, min(at + SCORED_ROWS, len(flat)))
+            packed[0, : chunk.stop - at], packed[1, : chunk.stop - at] = flat[chunk], targets[chunk]
+            out = self._programs.score(shape, self._params, hidden, packed)
+            scored.append(_Scored(_runs(pieces[chunk]), out))
+        return scored
+
+
+def _runs(positions: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """(row, position) pairs as runs of consecutive positions: (row, first, count)."""
+    runs: list[tuple[int, int, int]] = []
+    for row, position in positions:
+        if runs and runs[-1][0] == row and runs[-1][1] + runs[-1][2] == position:
+            runs[-1] = (row, runs[-1][1], runs[-1][2] + 1)
+        else:
+            runs.append((row, position, 1))
+    return runs
+
+
+def _read_scores(scored: _Scored) -> list[PromptScores]:
+    columns = SampledColumns(np.asarray(scored.packed))
+    pieces, at = [], 0
+    for row, first, count in scored.pieces:
+        part = slice(at, at + count)
+        pieces.append(
+            PromptScores(
+                row, first, columns.logprobs[part], columns.ranks[part], columns.top_ids[part], columns.top_logprobs[part]
+            )
+        )
+        at += count
+    return pieces

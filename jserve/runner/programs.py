@@ -1,0 +1,228 @@
+"""The compiled programs of one engine: forward, sampler and prompt scorer for every shape of the compile plan.
+
+Only here do model, attention, sampler and pool meet under jit.  Every call goes to an executable that was compiled
+before readiness.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.models.config import ModelConfig
+from jserve.models.inputs import AttentionPlan, ForwardInputs
+from jserve.models.registry import model_code
+from jserve.runner import sampling_rows
+from jserve.runner.batch import InputLayout, fed_token_ids
+from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, SamplerShape, StepShape
+from jserve.runner.compiler import compile_all
+from jserve.sampling.prompt_scores import score_prompt
+from jserve.sampling.sampler import NUM_TOP, SamplerVariant, sample
+from pallas_kernels.block_copy import copy_blocks
+from pallas_kernels.paged_attention import PoolLayout
+
+NUM_COPIES = 64
+"""Block pairs that one copy program moves; more take several calls."""
+
+
+@dataclass(frozen=True)
+class SampledColumns:
+    """The sampler's and scorer's packed output on the host: i32[R, 3 + 2 * NUM_TOP], floats by their bits."""
+
+    packed: np.ndarray
+
+    @property
+    def token_ids(self) -> np.ndarray:
+        return self.packed[:, 0]
+
+    @property
+    def logprobs(self) -> np.ndarray:
+        return np.ascontiguousarray(self.packed[:, 1]).view(np.float32)
+
+    @property
+    def ranks(self) -> np.ndarray:
+        return self.packed[:, 2]
+
+    @property
+    def top_ids(self) -> np.ndarray:
+        return self.packed[:, 3 : 3 + NUM_TOP]
+
+    @property
+    def top_logprobs(self) -> np.ndarray:
+        return np.ascontiguousarray(self.packed[:, 3 + NUM_TOP :]).view(np.float32)
+
+
+class ProgramSet:
+    """Builds, compiles and calls the programs of a CompilePlan."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        plan: CompilePlan,
+        *,
+        layouts: tuple[PoolLayout, ...],
+        pool_shapes: tuple[tuple[int, ...], ...],
+        implementation: str,
+        max_blocks: int,
+        num_real_tokens: int,
+    ):
+        self.plan = plan
+        self.num_slots = plan.num_slots
+        self._model = model_code(config)
+        self._config = config
+        self._layouts = layouts
+        self._pool_shapes = pool_shapes
+        self.implementation = implementation
+        self._num_real_tokens = num_real_tokens
+        self._input_layouts = {
+            shape: InputLayout(shape, plan.num_slots, max_blocks, len(layouts)) for shape in plan.step_shapes
+        }
+        self._compiled: dict = {}
+
+    # -- device state
+
+    def allocate_pools(self) -> tuple[jax.Array, ...]:
+        return tuple(jnp.zeros(shape, layout.storage_dtype) for shape, layout in zip(self._pool_shapes, self._layouts))
+
+    def initial_slot_tokens(self) -> jax.Array:
+        """i32[num_slots + 1]; the last entry is the dead slot, which padding rows write to."""
+        return jnp.zeros(self.num_slots + 1, jnp.int32)
+
+    # -- shapes
+
+    def step_shape(self, bucket: int, decode_only: bool) -> StepShape:
+        return StepShape(bucket, bucket if decode_only else min(bucket, self.num_slots), decode_only)
+
+    def input_layout(self, shape: StepShape) -> InputLayout:
+        return self._input_layouts[shape]
+
+    # -- calls
+
+    def forward(self, shape: StepShape, params, pools, slot_tokens, packed: np.ndarray):
+        """Donates pools.  Returns hidden [T, D], sample_hidden [num_slots, D], pools."""
+        return self._compiled[shape](params, pools, slot_tokens, packed)
+
+    def sample(self, shape: tuple[int, SamplerVariant], params, sample_hidden, slot_tokens, packed: np.ndarray):
+        """Returns the new slot_tokens and the packed output, i32[R, 3 + 2 * NUM_TOP] (see SampledColumns)."""
+        return self._compiled[SamplerShape(*shape)](params, sample_hidden, slot_tokens, packed)
+
+    def score(self, shape: StepShape, params, hidden: jax.Array, packed: np.ndarray) -> jax.Array:
+        """Scores prompt tokens: packed i32[2, SCORED_ROWS] holds flat positions and targets."""
+        rows = self._compiled["select", shape](hidden, packed[0])
+        return self._compiled["score"](params, rows, packed[1])
+
+    def copy_blocks(self, pools, copies: list[tuple[int, int, int]]):
+        """Donates pools; copies blocks (group, source, destination)."""
+        pools = list(pools)
+        for group in range(len(pools)):
+            pairs = np.array([(src, dst) for g, src, dst in copies if g == group], np.int32).reshape(-1, 2)
+            for at in range(0, len(pairs), NUM_COPIES):
+                padded = np.zeros((NUM_COPIES, 2), np.int32)
+                padded[: len(pairs[at : at + NUM_COPIES])] = pairs[at : at + NUM_COPIES]
+                pools[group] = self._compiled["copy", group](pools[group], padded[:, 0].copy(), padded[:, 1].copy())
+        return tuple(pools)
+
+    def run_each_once(self, params, pools, slot_tokens):
+        """Runs the smallest step, sampler, scorer and copy on padding.  Returns pools and slot_tokens, unchanged."""
+        shape = self.plan.step_shapes[0]
+        padding = np.zeros(self.input_layout(shape).size, np.int32)
+        hidden, sample_hidden, pools = self.forward(shape, params, pools, slot_tokens, padding)
+        for variant in SamplerVariant:
+            rows = self.plan.sampler_rows(variant)[0]
+            packed = np.zeros((rows, sampling_rows.NUM_COLUMNS), np.int32)
+            packed[:, 0] = self.num_slots
+            slot_tokens, _ = self.sample((rows, variant), params, sample_hidden, slot_tokens, packed)
+        self.score(shape, params, hidden, np.zeros((2, SCORED_ROWS), np.int32))
+        pools = self.copy_blocks(pools, [(group, 0, 0) for group in range(len(pools))])
+        return pools, slot_tokens
+
+    # -- compiling
+
+    def compile(self, params, num_threads: int, progress: Callable[[int, int, str], None], options=None) -> None:
+        """Compiles every program of the plan."""
+        self._compiled = compile_all(self.jobs(params), num_threads, progress, options)
+
+    def jobs(self, params) -> dict:
+        """shape -> function that lowers its program.  `params` may be arrays or their shapes."""
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        pools = tuple(
+            jax.ShapeDtypeStruct(shape, layout.storage_dtype) for shape, layout in zip(self._pool_shapes, self._layouts)
+        )
+        width, dtype = self._config.d_model, params.embedding.dtype
+        slot_tokens = _i32(self.num_slots + 1)
+        sample_hidden = jax.ShapeDtypeStruct((self.num_slots, width), dtype)
+        jobs: dict = {}
+        # Largest first: the last thread to finish should not hold the longest job.
+        for shape in sorted(self.plan.step_shapes, key=lambda s: -s.num_tokens):
+            packed = _i32(self.input_layout(shape).size)
+            jobs[shape] = functools.partial(_lower, self._forward_program(shape), (1,), params, pools, slot_tokens, packed)
+            hidden = jax.ShapeDtypeStruct((shape.num_tokens, width), dtype)
+            jobs["select", shape] = functools.partial(_lower, _select_rows, (), hidden, _i32(SCORED_ROWS))
+        for sampler_shape in sorted(self.plan.sampler_shapes, key=lambda s: -s.num_rows):
+            packed = _i32(sampler_shape.num_rows, sampling_rows.NUM_COLUMNS)
+            program = self._sampler_program(sampler_shape)
+            jobs[sampler_shape] = functools.partial(_lower, program, (), params, sample_hidden, slot_tokens, packed)
+        rows = jax.ShapeDtypeStruct((SCORED_ROWS, width), dtype)
+        jobs["score"] = functools.partial(_lower, self._score_program, (), params, rows, _i32(SCORED_ROWS))
+        for group, pool in enumerate(pools):
+            jobs["copy", group] = functools.partial(_lower, copy_blocks, (0,), pool, _i32(NUM_COPIES), _i32(NUM_COPIES))
+        return jobs
+
+    def _forward_program(self, shape: StepShape) -> Callable:
+        layout = self.input_layout(shape)
+        attention = AttentionPlan(self.implementation, self._layouts, shape.decode_only)
+
+        def forward(params, pools, slot_tokens, packed):
+            inputs = layout.unpack(packed)
+            model_inputs = ForwardInputs(fed_token_ids(inputs, slot_tokens), inputs.positions, inputs.batches())
+            hidden_TD, pools = self._model.forward(params, self._config, pools, model_inputs, attention)
+            return hidden_TD, hidden_TD[inputs.sample_tokens], pools
+
+        return forward
+
+    def _sampler_program(self, shape: SamplerShape) -> Callable:
+        def sample_rows(params, sample_hidden, slot_tokens, packed):
+            slots, inputs = sampling_rows.unpack(packed)
+            logits_RV = self._model.logits(params, self._config, sample_hidden[: shape.num_rows])
+            out = sample(logits_RV, inputs, shape.variant, num_real_tokens=self._num_real_tokens)
+            return slot_tokens.at[slots].set(out.token_ids), _pack_columns(out)
+
+        return sample_rows
+
+    def _score_program(self, params, rows_CD, targets):
+        return _pack_columns(score_prompt(self._model.logits(params, self._config, rows_CD), targets))
+
+
+def _select_rows(hidden_TD, rows):
+    return hidden_TD[rows]
+
+
+def _pack_columns(out) -> jax.Array:
+    """Token ids, logprobs, ranks and top lists as i32[R, 3 + 2 * NUM_TOP]; lists that a variant lacks are zeros."""
+    num_rows = out.token_ids.shape[0]
+    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
+    zeros = jnp.zeros((num_rows, NUM_TOP), jnp.int32)
+    has_lists = out.top_ids is not None
+    return jnp.concatenate(
+        [
+            out.token_ids[:, None],
+            bits(out.logprobs)[:, None],
+            (out.ranks if has_lists else zeros[:, 0])[:, None],
+            out.top_ids if has_lists else zeros,
+            bits(out.top_logprobs) if has_lists else zeros,
+        ],
+        axis=1,
+    )
+
+
+def _lower(program: Callable, donated: tuple[int, ...], *arguments) -> jax.stages.Lowered:
+    return jax.jit(program, donate_argnums=donated).lower(*arguments)
+
+
+def _i32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)

@@ -1,0 +1,53 @@
+"""Buckets: the finite list of step sizes that are compiled, and the choice of one that wastes least.
+
+A step of `n` tokens runs in the smallest bucket that holds it.  Where that bucket would be padded more than a second,
+smaller step would cost, the step takes only as much prefill as fills the bucket below exactly.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+
+def powers_up_to(smallest: int, largest: int) -> tuple[int, ...]:
+    """smallest, 2 * smallest, ... below largest, then largest itself.
+
+    >>> powers_up_to(16, 100)
+    (16, 32, 64, 100)
+    """
+    sizes = []
+    size = min(smallest, largest)
+    while size < largest:
+        sizes.append(size)
+        size *= 2
+    return tuple(sizes) + (largest,)
+
+
+def bucket_for(buckets: tuple[int, ...], needed: int) -> int:
+    """The smallest bucket that holds `needed`.
+
+    Raises:
+      ValueError: no bucket is large enough, which is a bug of the caller.
+    """
+    at = bisect_left(buckets, needed)
+    if at == len(buckets):
+        raise ValueError(f"{needed} exceeds the largest bucket {buckets[-1]}")
+    return buckets[at]
+
+
+def num_tokens_to_run(buckets: tuple[int, ...], wanted: int, least: int, step_cost_tokens: int) -> int:
+    """How many of `wanted` tokens to run now: all, or as many as fill the bucket below.
+
+    Args:
+      buckets: token buckets, ascending.
+      wanted: tokens that could run in this step; at most the largest bucket.
+      least: tokens that must run in this step (decodes, and one more where a prefill is to progress).
+      step_cost_tokens: what a step costs beyond its tokens, in tokens (launching it, reading the weights once).
+    """
+    above = bucket_for(buckets, wanted)
+    at = bisect_right(buckets, wanted)
+    if above == wanted or at == 0 or buckets[at - 1] < least:
+        return wanted
+    below = buckets[at - 1]
+    rest = bucket_for(buckets, wanted - below)
+    return below if below + rest + step_cost_tokens < above else wanted

@@ -1,0 +1,327 @@
+"""The scheduler: one `schedule()` a step decides which tokens of which sequences are computed.
+
+Running sequences live in numpy structure-of-arrays by slot, so that a step of many decodes costs a handful of vector
+operations.  Decodes come first, then prefill chunks fill the token budget, then waiting sequences enter, first come
+first served within a priority (strictly: a large prompt at the head of the queue is never overtaken, so it cannot
+starve; running decodes go on meanwhile).  When blocks run out, the lowest priority, latest arrived sequence is
+preempted and recomputed later.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from jserve.kv import BlockManager
+from jserve.request import FinishReason
+from jserve.scheduler.buckets import bucket_for, num_tokens_to_run
+from jserve.scheduler.plan import StepPlan
+from jserve.scheduler.sequence import Sequence, SequenceState
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """What bounds a step."""
+
+    max_num_batched_tokens: int
+    """Token budget of one step."""
+    max_num_seqs: int
+    """Slots; more sequences than the token budget never run at once, so that every decode fits in every step."""
+    token_buckets: tuple[int, ...]
+    """Compiled sizes of mixed steps in tokens, ascending; the last one is max_num_batched_tokens."""
+    sequence_buckets: tuple[int, ...]
+    """Compiled sizes of steps in which every row has one token, ascending; the last one is num_slots."""
+    step_cost_tokens: int = 32
+    """What a step costs beyond its tokens, in tokens; decides between padding and splitting."""
+
+    @property
+    def num_slots(self) -> int:
+        return min(self.max_num_seqs, self.max_num_batched_tokens)
+
+
+class Scheduler:
+    """Owns the queue, the slots and the block manager.
+
+    Invariants: a slot belongs to exactly one running sequence; `num_tokens` of a slot counts every token that is sure
+    to exist, also one that is still being sampled; no step exceeds the token budget; while anything can run, a step
+    makes progress.
+    """
+
+    def __init__(self, limits: SchedulerLimits, blocks: BlockManager, clock: Callable[[], float] = time.time):
+        self.limits = limits
+        self.blocks = blocks
+        self.clock = clock
+        num_slots = limits.num_slots
+        self._owner: list[Sequence | None] = [None] * num_slots
+        self._tokens: list[np.ndarray | None] = [None] * num_slots  # of the owner
+        self._num_tokens = np.zeros(num_slots, np.int32)
+        self._num_computed = np.zeros(num_slots, np.int32)
+        self._epoch = np.zeros(num_slots, np.int32)  # counts occupants, so that late results find only their own
+        self._num_prompt = np.zeros(num_slots, np.int32)
+        self._limit = np.zeros(num_slots, np.int32)
+        self._fed = np.zeros(num_slots, bool)  # the slot has sampled: its next single token stands on the device
+        self._prompt_only = np.zeros(num_slots, bool)
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._order = np.zeros(0, np.int32)  # running slots by (priority, arrival)
+        self._order_is_stale = False
+        self._waiting: list[tuple[int, int, Sequence]] = []
+        self._num_waiting = 0
+        self._arrivals = 0
+        self._step_id = 0
+        self._outgrown: list[Sequence] = []
+        self.num_preemptions = 0
+        self.num_preempted_tokens = 0
+
+    # -- arrivals and departures
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence that `fits()`."""
+        sequence.order = self._arrivals
+        self._arrivals += 1
+        self._enqueue(sequence)
+
+    def fits(self, num_prompt: int) -> bool:
+        """Whether a sequence of that many tokens can ever be held by the pool."""
+        return self.blocks.fits(num_prompt)
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a waiting or running sequence and releases what it holds.  Ending it twice is a no-op."""
+        if sequence.finished:
+            return
+        if sequence.state is SequenceState.RUNNING:
+            self._leave_slot(sequence)
+        else:
+            self._num_waiting -= 1  # its entry in the heap is skipped when it comes up
+        sequence.state = SequenceState.FINISHED
+        sequence.finish_reason = reason
+
+    @property
+    def num_running(self) -> int:
+        return self.limits.num_slots - len(self._free_slots)
+
+    @property
+    def num_waiting(self) -> int:
+        return self._num_waiting
+
+    @property
+    def has_work(self) -> bool:
+        return self._num_waiting > 0 or self.num_running > 0
+
+    def running(self) -> list[Sequence]:
+        """Running sequences by (priority, arrival)."""
+        return [self._owner[slot] for slot in self._running_order()]
+
+    def waiting(self) -> list[Sequence]:
+        """Waiting sequences by (priority, arrival)."""
+        return [s for _, _, s in sorted(self._waiting) if s.state is SequenceState.WAITING]
+
+    # -- one step
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step, or None when nothing can run now (then only results in flight can change that)."""
+        decodes, prefills = self._split_running()
+        decodes = self._grow_decodes(decodes, prefills)
+        budget = self.limits.max_num_batched_tokens - len(decodes)
+        chunks: list[tuple[int, int]] = []  # (slot, tokens granted)
+        for slot in prefills:
+            if budget == 0:
+                break
+            if self._owner[slot] is None:
+                continue  # preempted a moment ago
+            grant = min(budget, int(self._num_tokens[slot] - self._num_computed[slot]))
+            chunks.append((int(slot), grant))
+            budget -= grant
+        admitted = []
+        while budget > 0 and self._free_slots and (sequence := self._next_admissible()) is not None:
+            slot = self._enter_slot(sequence)
+            grant = min(budget, int(self._num_tokens[slot] - self._num_computed[slot]))
+            chunks.append((slot, grant))
+            admitted.append(sequence)
+            budget -= grant
+        return self._make_plan(decodes, self._fill_bucket(len(decodes), chunks), admitted)
+
+    def take_outgrown(self) -> list[Sequence]:
+        """Sequences that `schedule()` ended because they outgrew the pool while alone in it."""
+        outgrown, self._outgrown = self._outgrown, []
+        return outgrown
+
+    def applied(self, plan: StepPlan) -> None:
+        """The plan's results are on the host: its full blocks become findable by other sequences."""
+        live = self._epoch[plan.slots] == plan.epochs
+        slots = plan.slots[live]
+        self.blocks.commit_each(slots, self._tokens, (plan.first_positions + plan.num_scheduled)[live])
+
+    # -- phases of schedule(), in their order
+
+    def _split_running(self) -> tuple[np.ndarray, np.ndarray]:
+        order = self._running_order()
+        todo = self._num_tokens[order] - self._num_computed[order]
+        runs = (todo > 0) & ((self._num_tokens[order] < self._limit[order]) | self._prompt_only[order])
+        return order[runs & (todo == 1)], order[runs & (todo > 1)]
+
+    def _grow_decodes(self, decodes: np.ndarray, prefills: np.ndarray) -> np.ndarray:
+        """Gives every decode room for its token, preempting from the tail of the running order where blocks run out."""
+        while True:
+            num_grown = self.blocks.grow_each(decodes, self._num_computed[decodes] + 1)
+            if num_grown == len(decodes):
+                return decodes
+            needy = int(decodes[num_grown])
+            victim = int(self._running_order()[-1])
+            if victim == needy and self.num_running == 1:
+                self._end_outgrown(self._owner[needy])
+            else:
+                self._preempt(self._owner[victim])
+            decodes = decodes[decodes != victim]
+
+    def _end_outgrown(self, sequence: Sequence) -> None:
+        """The pool is full and the sequence alone in it: what it has, and what is being sampled, is all it gets."""
+        if sequence.num_known < self._num_tokens[sequence.slot]:  # the next id is still being sampled
+            sequence.limit = int(self._num_tokens[sequence.slot])  # the token in flight ends it with LENGTH
+            self._limit[sequence.slot] = sequence.limit
+        else:
+            self.finish(sequence, FinishReason.LENGTH)
+            self._outgrown.append(sequence)
+
+    def _next_admissible(self) -> Sequence | None:
+        while self._waiting and self._waiting[0][2].state is not SequenceState.WAITING:
+            heapq.heappop(self._waiting)
+        if not self._waiting:
+            return None
+        sequence = self._waiting[0][2]
+        if sequence.awaits_token:
+            return None  # preempted while its next id is being sampled: that id comes with the next results
+        if not self.fits(sequence.num_known):  # preempted when it held the whole pool
+            self.finish(sequence, FinishReason.LENGTH)
+            self._outgrown.append(sequence)
+            return self._next_admissible()
+        # Head-room of a block for each running sequence: otherwise a newcomer would be preempted a moment later.
+        tokens = sequence.tokens[: sequence.num_known]
+        if not self.blocks.can_admit(
+            tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache, headroom=self.num_running
+        ):
+            return None
+        heapq.heappop(self._waiting)
+        self._num_waiting -= 1
+        return sequence
+
+    def _enter_slot(self, sequence: Sequence) -> int:
+        slot = self._free_slots.pop()
+        tokens = sequence.tokens[: sequence.num_known]
+        num_cached = self.blocks.admit(slot, tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache)
+        grown = self.blocks.grow(slot, sequence.num_known)
+        assert grown, "can_admit() promised the blocks"
+        if sequence.num_cached is None:
+            sequence.num_cached = num_cached
+            sequence.first_scheduled = self.clock()
+        sequence.slot = slot
+        sequence.state = SequenceState.RUNNING
+        self._owner[slot] = sequence
+        self._tokens[slot] = sequence.tokens
+        self._num_tokens[slot] = sequence.num_known
+        self._num_computed[slot] = num_cached
+        self._num_prompt[slot] = sequence.num_prompt
+        self._limit[slot] = sequence.limit
+        self._prompt_only[slot] = sequence.prompt_only
+        self._fed[slot] = False
+        self._order_is_stale = True
+        return slot
+
+    def _fill_bucket(self, num_decodes: int, chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Shortens the last chunks where the step would otherwise be padded more than a second one costs."""
+        wanted = num_decodes + sum(grant for _, grant in chunks)
+        if not chunks or wanted == num_decodes + len(chunks):
+            return chunks
+        surplus = wanted - num_tokens_to_run(
+            self.limits.token_buckets, wanted, num_decodes + 1, self.limits.step_cost_tokens
+        )
+        while surplus > 0:
+            slot, grant = chunks.pop()
+            if grant > surplus:
+                chunks.append((slot, grant - surplus))
+            surplus -= grant
+        return chunks
+
+    def _make_plan(
+        self, decodes: np.ndarray, chunks: list[tuple[int, int]], admitted: list[Sequence]
+    ) -> StepPlan | None:
+        chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: rows of one token join the decodes
+        num_single = sum(grant == 1 for _, grant in chunks)
+        chunk_slots = np.array([slot for slot, _ in chunks], np.int32)
+        slots = np.concatenate([decodes, chunk_slots])
+        if len(slots) == 0:
+            return None
+        granted = np.ones(len(slots), np.int32)
+        granted[len(decodes):] = [grant for _, grant in chunks]
+        first = self._num_computed[slots]
+        end = first + granted
+        reaches_end = end == self._num_tokens[slots]
+        samples = reaches_end & ~self._prompt_only[slots]
+        feeds = reaches_end & self._fed[slots] & (granted == 1)
+        output_index = np.where(samples, self._num_tokens[slots] - self._num_prompt[slots], 0)
+        self._num_computed[slots] = end
+        sampled = slots[samples]
+        self._num_tokens[sampled] += 1
+        self._fed[sampled] = True
+        num_decodes = len(decodes) + num_single
+        num_tokens = int(granted.sum())
+        limits = self.limits
+        if num_decodes == len(slots):
+            bucket = bucket_for(limits.sequence_buckets, num_tokens)
+        else:
+            bucket = bucket_for(limits.token_buckets, num_tokens)
+        self._step_id += 1
+        return StepPlan(
+            step_id=self._step_id,
+            sequences=[self._owner[slot] for slot in slots],
+            slots=slots,
+            epochs=self._epoch[slots],
+            num_scheduled=granted,
+            first_positions=first,
+            samples=samples,
+            sampling_rows=np.flatnonzero(samples),
+            feeds=feeds,
+            output_index=output_index,
+            num_decodes=num_decodes,
+            num_tokens=num_tokens,
+            bucket=bucket,
+            admitted=admitted,
+            has_prompt_only=bool(self._prompt_only[slots].any()),
+            copies=self.blocks.take_copies(),
+        )
+
+    # -- slots and queue
+
+    def _running_order(self) -> np.ndarray:
+        if self._order_is_stale:
+            running = [s for s in self._owner if s is not None]
+            running.sort(key=lambda s: (s.priority, s.order))
+            self._order = np.array([s.slot for s in running], np.int32)
+            self._order_is_stale = False
+        return self._order
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.priority, sequence.order, sequence))
+        self._num_waiting += 1
+
+    def _leave_slot(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        self.blocks.free(slot)
+        self._owner[slot] = self._tokens[slot] = None
+        self._epoch[slot] += 1
+        self._free_slots.append(slot)
+        sequence.slot = None
+        self._order_is_stale = True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Drops the blocks; the sequence waits, ahead of newcomers of its priority, and is recomputed."""
+        self.num_preemptions += 1
+        self.num_preempted_tokens += int(self._num_computed[sequence.slot])
+        sequence.awaits_token = bool(self._num_tokens[sequence.slot] > sequence.num_known)
+        self._leave_slot(sequence)
+        sequence.num_preemptions += 1
+        sequence.state = SequenceState.WAITING
+        self._enqueue(sequence)
