@@ -1,0 +1,118 @@
+"""`client.Client` for asyncio: the same methods, as coroutines and an async generator."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jserve.proto_gen import control_pb2, control_pb2_grpc, inference_pb2_grpc
+from jserve.request import GenerateRequest, GenerateUpdate, Message, RequestError
+from jserve.server import client_common, convert, convert_results
+from jserve.server.client_common import MAX_MESSAGE_BYTES, as_request_errors
+
+
+class AsyncClient:
+    """Belongs to the event loop in which it was made."""
+
+    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES):
+        """`address` is host:port.  Nothing is connected before the first call."""
+        options = client_common.channel_options(address, max_message_bytes)
+        self._channel = grpc.aio.insecure_channel(address, options=options)
+        self._inference = inference_pb2_grpc.InferenceStub(self._channel)
+        self._control = control_pb2_grpc.ControlStub(self._channel)
+        self._health = health_pb2_grpc.HealthStub(self._channel)
+
+    async def __aenter__(self) -> AsyncClient:
+        return self
+
+    async def __aexit__(self, *_) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def generate(
+        self, request: GenerateRequest, *, stream_interval: int | None = None
+    ) -> AsyncGenerator[GenerateUpdate, None]:
+        """Updates as they come.  The call starts with the first one asked for; `aclose`, or cancelling, cancels it."""
+        message = convert.request_to_proto(request, stream_interval)
+        with as_request_errors():
+            call = self._inference.Generate(message, timeout=client_common.timeout_of(request))
+            try:
+                async for response in call:
+                    yield convert_results.update_from_proto(response)
+            finally:
+                call.cancel()
+
+    async def generate_unary(self, request: GenerateRequest) -> GenerateUpdate:
+        """The whole result in one update."""
+        message = convert.request_to_proto(request)
+        response = await _call(self._inference.GenerateUnary, message, client_common.timeout_of(request))
+        return convert_results.result_from_proto(response)
+
+    async def tokenize(
+        self,
+        prompt: str | Sequence[Message],
+        *,
+        add_special_tokens: bool | None = None,
+        add_generation_prompt: bool | None = None,
+    ) -> list[int]:
+        """Token ids of a text, or of messages through the chat template."""
+        request = client_common.tokenize_request(prompt, add_special_tokens, add_generation_prompt)
+        return list((await _call(self._inference.Tokenize, request)).token_ids)
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        request = client_common.detokenize_request(token_ids, skip_special_tokens)
+        return (await _call(self._inference.Detokenize, request)).text
+
+    async def model_info(self) -> control_pb2.GetModelInfoResponse:
+        return await _call(self._control.GetModelInfo, control_pb2.GetModelInfoRequest())
+
+    async def server_info(self) -> control_pb2.GetServerInfoResponse:
+        return await _call(self._control.GetServerInfo, control_pb2.GetServerInfoRequest())
+
+    async def loads(self) -> control_pb2.GetLoadsResponse:
+        return await _call(self._control.GetLoads, control_pb2.GetLoadsRequest())
+
+    async def abort(self, request_id: str) -> bool:
+        """Whether such a request was waiting or running."""
+        return (await _call(self._control.Abort, control_pb2.AbortRequest(request_id=request_id))).aborted
+
+    async def flush_cache(self) -> int:
+        """Number of cached blocks forgotten."""
+        return (await _call(self._control.FlushCache, control_pb2.FlushCacheRequest())).num_blocks
+
+    async def check_integrity(self) -> list[str]:
+        """One line a violation."""
+        return list((await _call(self._control.CheckIntegrity, control_pb2.CheckIntegrityRequest())).violations)
+
+    async def drain(self, timeout_s: float | None = None) -> None:
+        """Starts the drain and returns; the server exits when it is done."""
+        await _call(self._control.Drain, control_pb2.DrainRequest(timeout_s=timeout_s))
+
+    async def is_serving(self, service: str = "") -> bool:
+        """What health says."""
+        response = await _call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+        return response.status == health_pb2.HealthCheckResponse.SERVING
+
+    async def wait_until_ready(self, timeout_s: float) -> None:
+        """Returns once health says SERVING; DEADLINE_EXCEEDED where it never does in that time."""
+        end = time.monotonic() + timeout_s
+        while True:
+            failure = None
+            try:
+                if await self.is_serving():
+                    return
+            except RequestError as error:
+                failure = error
+            client_common.raise_if_late(end, timeout_s, failure)
+            await asyncio.sleep(client_common.READY_POLL_S)
+
+
+async def _call(method, request, timeout: float | None = None):
+    with as_request_errors():
+        return await method(request, timeout=timeout)

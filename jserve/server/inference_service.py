@@ -1,0 +1,121 @@
+"""The Inference service: generation calls between gRPC and the engine, and text <-> token ids."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+
+import grpc
+
+from jserve.proto_gen import inference_pb2 as pb
+from jserve.request import Code, GenerateRequest, RequestError, invalid
+from jserve.server import convert, convert_results
+from jserve.server.coalesce import Coalescer
+from jserve.server.engine import Engine
+from jserve.server.state import ServerState
+
+
+class InferenceService:
+    """Cancelling a call's task (the client left, the deadline passed) aborts its request in the engine at once."""
+
+    def __init__(self, state: ServerState):
+        self._state = state
+
+    async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        call = Coalescer(convert.stream_interval(message))
+        async with self._submitted(message, context, call):
+            while (update := await call.next()) is not None:
+                for response in convert_results.update_to_protos(update):
+                    await context.write(response)
+
+    async def GenerateUnary(
+        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GenerateUnaryResponse:
+        if message.HasField("stream"):
+            raise RequestError(Code.INVALID_ARGUMENT, "stream: has no meaning in GenerateUnary", field="stream")
+        call = Coalescer()
+        async with self._submitted(message, context, call):
+            result = await call.whole()
+        if result.prompt_logprobs or any(output.logprobs for output in result.outputs):
+            # Thousands of positions take a while; a thread lets other calls in between.
+            return await asyncio.to_thread(convert_results.result_to_proto, result)
+        return convert_results.result_to_proto(result)
+
+    async def Tokenize(self, message: pb.TokenizeRequest, _: grpc.aio.ServicerContext) -> pb.TokenizeResponse:
+        info = self._state.engine_when_ready().info
+        is_chat = bool(message.messages)
+        if message.HasField("prompt") == is_chat:
+            raise RequestError(Code.INVALID_ARGUMENT, "prompt: exactly one of prompt and messages must be set",
+                               field="prompt")
+        unused = "add_special_tokens" if is_chat else "add_generation_prompt"
+        if message.HasField(unused):
+            raise RequestError(Code.INVALID_ARGUMENT,
+                               f"{unused}: has no meaning with {'messages' if is_chat else 'a prompt'}", field=unused)
+        if is_chat:
+            token_ids = await _encode_chat(info.tokenizer, message)
+        else:
+            add_special = message.add_special_tokens if message.HasField("add_special_tokens") else True
+            token_ids = await asyncio.to_thread(info.tokenizer.encode, message.prompt, add_special=add_special)
+        strings = map(info.tokenizer.token_text, token_ids) if message.return_token_strs else ()
+        return pb.TokenizeResponse(token_ids=token_ids, count=len(token_ids), max_model_len=info.context_length,
+                                   token_strs=strings)
+
+    async def Detokenize(self, message: pb.DetokenizeRequest, _: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
+        info = self._state.engine_when_ready().info
+        for index, token_id in enumerate(message.token_ids):
+            if not 0 <= token_id < info.vocab_size:
+                raise invalid(f"token_ids[{index}]", token_id, f"must be in 0..{info.vocab_size - 1}")
+        text = await asyncio.to_thread(info.tokenizer.decode, list(message.token_ids), message.skip_special_tokens)
+        return pb.DetokenizeResponse(text=text)
+
+    @contextlib.asynccontextmanager
+    async def _submitted(
+        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext, call: Coalescer
+    ) -> AsyncIterator[None]:
+        """The request is in the engine and its updates go to `call` while the block runs; afterwards it is aborted."""
+        engine = self._state.engine_for_requests()
+        if not message.HasField("request_id"):
+            message.request_id = f"gen-{uuid.uuid4().hex}"
+        request = convert.request_from_proto(message, deadline=_deadline(context))
+        with self._state.calls.admit(call):
+            feeding = asyncio.create_task(_feed(engine, request, call))
+            try:
+                yield
+            finally:
+                feeding.cancel()
+                await asyncio.wait([feeding])
+
+
+async def _feed(engine: Engine, request: GenerateRequest, call: Coalescer) -> None:
+    """Moves the engine's updates into the call; never waits for the reader."""
+    try:
+        async with contextlib.aclosing(engine.generate(request)) as updates:
+            async for update in updates:
+                call.add(update)
+        call.finish(None if call.has_usage else RuntimeError("the engine ended a stream without usage"))
+    except Exception as error:
+        call.finish(error)
+    finally:  # no call waits for a feed that is gone
+        call.finish(RequestError(Code.CANCELLED, "the request was cancelled"))
+
+
+def _deadline(context: grpc.aio.ServicerContext) -> float | None:
+    """The call's deadline in `time.monotonic()` seconds; one that has passed ends the call before the engine sees it."""
+    remaining = context.time_remaining()
+    if remaining is None:
+        return None
+    if remaining <= 0:
+        raise RequestError(Code.DEADLINE_EXCEEDED, "the deadline had passed when the request arrived")
+    return time.monotonic() + remaining
+
+
+async def _encode_chat(tokenizer, message: pb.TokenizeRequest) -> list[int]:
+    add_prompt = message.add_generation_prompt if message.HasField("add_generation_prompt") else True
+    messages = convert.messages_from_proto(message.messages)
+    try:
+        return await asyncio.to_thread(tokenizer.encode_chat, messages, add_generation_prompt=add_prompt)
+    except ValueError as error:  # the model has no template, or the template refuses these messages
+        raise RequestError(Code.INVALID_ARGUMENT, f"messages: {error}", field="messages") from None

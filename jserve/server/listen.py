@@ -1,0 +1,67 @@
+"""Which address the server may bind, and what to say where it cannot."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+
+import grpc
+
+from jserve.config import ConfigError, ServerSection
+
+
+def check_host(section: ServerSection) -> None:
+    """ConfigError where anybody on the network could call, and the config does not say that this is wanted."""
+    if section.insecure or _is_loopback(section.host):
+        return
+    raise ConfigError(
+        f"server.host = {section.host!r} is reachable from other machines, and there is neither TLS nor a token file;"
+        " listen on 127.0.0.1, or give --insecure to allow it"
+    )
+
+
+def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Binds the server and returns the port, which is a free one where `port` is 0.  ConfigError where it cannot."""
+    try:
+        bound = server.add_insecure_port(join(host, port))
+    except RuntimeError:
+        bound = 0
+    if bound == 0:
+        raise ConfigError(_why_not(host, port))
+    return bound
+
+
+def join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        addresses = {ipaddress.ip_address(host)}
+    except ValueError:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        except OSError as error:
+            raise ConfigError(f"server.host = {host!r}: not an address of this machine ({error.strerror})") from None
+        addresses = {ipaddress.ip_address(item[4][0]) for item in found}
+    return all(address.is_loopback for address in addresses)
+
+
+def _why_not(host: str, port: int) -> str:
+    """gRPC does not say why it cannot bind; a plain socket does."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return (f"server.port = {port}: already in use on {host}; choose another with --port, or 0 for a free one")
+        if error.errno == errno.EACCES:
+            return f"server.port = {port}: not permitted for this user"
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+        return f"server.host = {host!r}: {reason}"
+    return f"server.port = {port}: gRPC cannot listen on {join(host, port)}"
