@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from jserve.config import Config, ConfigError
-    from jserve.llm import LLM, CompletionOutput, RequestOutput
+    from jserve.llm import LLM
     from jserve.request import RequestError, SamplingParams
+    from jserve.results import CompletionOutput, RequestOutput
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "jserve.llm",
-    "RequestOutput": "jserve.llm",
-    "CompletionOutput": "jserve.llm",
+    "RequestOutput": "jserve.results",
+    "CompletionOutput": "jserve.results",
     "SamplingParams": "jserve.request",
     "RequestError": "jserve.request",
     "Config": "jserve.config",

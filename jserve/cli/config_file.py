@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import tomllib
 import types
@@ -67,6 +68,11 @@ def load(path: str | Path) -> Config:
 
 def from_tables(tables: Mapping[str, object]) -> Config:
     """A Config from `{section: {field: value}}`, as TOML gives it."""
+    return override_tables(Config(), tables)
+
+
+def override_tables(config: Config, tables: Mapping[str, object]) -> Config:
+    """A copy of `config` with the tables' fields set; ConfigError for what does not exist or has a wrong type."""
     values = {}
     for section, table in tables.items():
         if section not in sections():
@@ -76,7 +82,7 @@ def from_tables(tables: Mapping[str, object]) -> Config:
         for name, value in table.items():
             setting = find(f"{section}.{name}")
             values[setting.key] = checked(setting, value)
-    return override(Config(), values)
+    return override(config, values)
 
 
 def override(config: Config, values: Mapping[str, object]) -> Config:
@@ -164,7 +170,7 @@ def _docs() -> dict[str, dict[str, str]]:
         if isinstance(node, ast.ClassDef):
             docs[node.name] = {
                 field.target.id: " ".join(text.value.value.split())
-                for field, text in zip(node.body, node.body[1:])
+                for field, text in itertools.pairwise(node.body)
                 if isinstance(field, ast.AnnAssign)
                 and isinstance(text, ast.Expr)
                 and isinstance(text.value, ast.Constant)

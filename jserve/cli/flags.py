@@ -32,7 +32,9 @@ ALIASES = (
     Alias(("-m", "--model"), "model.path", "MODEL", "smollm2-135m, a GGUF file, a folder, or hf:org/name"),
     Alias(("--dtype",), "model.dtype", "DTYPE", "weights and activations: float32 or bfloat16"),
     Alias(("--context",), "model.context_length", "TOKENS", "longest prompt + output"),
-    Alias(("--generation-config",), "model.generation_config", "auto|none", "none: ignore the model's sampling defaults"),
+    Alias(
+        ("--generation-config",), "model.generation_config", "auto|none", "none: ignore the model's sampling defaults"
+    ),
     Alias(("--kv-dtype",), "kv.dtype", "DTYPE", "the KV cache: float32 or bfloat16"),
     Alias(("--kv-memory",), "kv.memory_bytes", "BYTES", "size of the KV cache"),
     Alias(("--no-prefix-cache",), "kv.prefix_cache", help="never reuse the KV of equal prefixes", fixed=False),
@@ -46,7 +48,13 @@ ALIASES = (
     Alias(("--host",), "server.host", "ADDRESS", "address to listen on", group="server"),
     Alias(("--port",), "server.port", "PORT", "gRPC port; 0 picks a free one", group="server"),
     Alias(("--metrics-port",), "server.metrics_port", "PORT", "Prometheus page", group="server"),
-    Alias(("--insecure",), "server.insecure", help="listen beyond this machine without TLS or tokens", fixed=True, group="server"),
+    Alias(
+        ("--insecure",),
+        "server.insecure",
+        help="listen beyond this machine without TLS or tokens",
+        fixed=True,
+        group="server",
+    ),
 )
 
 
@@ -80,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         raise SystemExit(2)
 
 
-class _Formatter(argparse.HelpFormatter):
+class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog):
         super().__init__(prog, max_help_position=34, width=112)
 
@@ -98,7 +106,9 @@ def add_config_flags(parser: argparse.ArgumentParser, server: bool = False) -> N
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="every setting, with its default")
     for setting in config_file.settings():
         names = _dotted(setting.key)
-        parser.add_argument(*names, dest="settings", action=_Set, key=setting.key, help=argparse.SUPPRESS, metavar="VALUE")
+        parser.add_argument(
+            *names, dest="settings", action=_Set, key=setting.key, help=argparse.SUPPRESS, metavar="VALUE"
+        )
 
 
 def config_from(arguments: argparse.Namespace) -> Config:
@@ -107,9 +117,17 @@ def config_from(arguments: argparse.Namespace) -> Config:
     return config_file.override(config, dict(arguments.settings))
 
 
+def config_to_flags(arguments: argparse.Namespace) -> list[str]:
+    """The flags that give another process the same config."""
+    config = ["--config", arguments.config] if arguments.config else []
+    return config + [f"--{key}={_text(value)}" for key, value in arguments.settings]
+
+
 def every_setting() -> str:
     """The text of --help-all: settings by section, each with its default and its line of doc."""
-    lines = ["Every setting, as a key of a --config file ([section] field = value) or as a flag (--section.field value):"]
+    lines = [
+        "Every setting, as a key of a --config file ([section] field = value) or as a flag (--section.field value):"
+    ]
     for section in config_file.sections():
         lines.append(f"\n[{section}]")
         for setting in config_file.settings():
@@ -160,7 +178,15 @@ def _dotted(key: str) -> tuple[str, ...]:
 
 
 def _default(setting: config_file.Setting) -> str:
-    value = setting.default
+    if setting.default is None and "auto" not in setting.doc:
+        return "unset"
+    return _text(setting.default)
+
+
+def _text(value: object) -> str:
+    """A value as a flag spells it."""
     if value is None:
-        return config_file.AUTO if "auto" in setting.doc else "unset"
+        return config_file.AUTO
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,7 +1,6 @@
 """`jserve COMMAND`: finds the command, runs it, and turns what a person can cause into one line and an exit code.
 
-Commands are modules with USAGE, SUMMARY, add_arguments(parser) and run(arguments) -> exit code; only the one asked
-for is imported.
+Each command is a module of this package with a COMMAND; only the one asked for is imported.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ import difflib
 import importlib
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Sequence
 
@@ -25,6 +25,7 @@ COMMANDS = {
     "bench": "throughput, latency and start-up figures",
     "fetch": "put a model on disk",
 }
+BUILD_THREAD = "jserve-build"  # `jserve.local_engine.BUILD_THREAD`, which costs an import that --help need not pay
 NOT_BUILT = ("plan", "replay", "top", "convert")
 
 USAGE = """\
@@ -55,12 +56,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=NEAR)
         return _usage_error(f"unknown command {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
-    return _run(name, rest)
+    code = _run(name, rest)
+    if any(thread.name == BUILD_THREAD for thread in threading.enumerate()):
+        # Interrupted while the engine was being built.  XLA cannot be; an ordinary exit would wait for every compile.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _run(name: str, rest: list[str]) -> int:
-    command = importlib.import_module(f"jserve.cli.{name}")
-    parser = Parser(prog=f"jserve {name}", usage=f"jserve {name} {command.USAGE}", description=command.SUMMARY)
+    module = importlib.import_module(f"jserve.cli.{name}")
+    if name == "bench":
+        name, command, rest = module.find(rest)
+        if command is None:
+            return FINE if rest in (["-h"], ["--help"]) else BAD_USAGE
+    else:
+        command = module.COMMAND
+    parser = Parser(
+        prog=f"jserve {name}",
+        usage=f"jserve {name} {command.usage}",
+        description=command.summary,
+        epilog=command.epilog,
+    )
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     try:
         command.add_arguments(parser)
@@ -98,15 +116,18 @@ def user_line(error: Exception) -> str | None:
 
     if isinstance(error, RequestError):
         return None if error.code is Code.INTERNAL else f"{error.code.value}: {error.message}"
-    if isinstance(error, ConfigError):
+    checkpoint_errors = _loaded(("jserve.models.config", "ModelError"), ("jserve.tokenizer", "TokenizerError"))
+    if isinstance(error, (ConfigError, *checkpoint_errors)):
         return _one_line(str(error))
     if isinstance(error, OSError):
         where = f": {error.filename}" if error.filename else ""
         return _one_line(f"{error.strerror or error}{where}")
-    grpc = sys.modules.get("grpc")
-    if grpc is not None and isinstance(error, grpc.RpcError):
-        return _one_line(f"{error.code().name}: {error.details()}")
     return None
+
+
+def _loaded(*names: tuple[str, str]) -> tuple[type, ...]:
+    """Error classes of modules that this run has imported; an error of another module cannot have been raised."""
+    return tuple(getattr(sys.modules[module], name) for module, name in names if module in sys.modules)
 
 
 def _one_line(text: str) -> str:

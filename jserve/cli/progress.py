@@ -1,7 +1,6 @@
-"""What a person sees while the engine starts: lines as they come, one bar for a phase that takes a while, seconds by phase.
+"""What a person sees while the engine starts: lines as they come, a bar for a phase that takes a while.
 
-`report.line(text)` and `report.progress(phase, done, total)` are the two callbacks that `AsyncEngine.build` gets.
-Both may be called from any thread.
+`line(text)` and `progress(phase, done, total)` are what `jserve.engine.build` calls, from any thread.
 """
 
 from __future__ import annotations

@@ -1,0 +1,13 @@
+"""`bench latency`: one stream at a time, so that nothing waits for anything but the model; what a single user feels."""
+
+from __future__ import annotations
+
+from jserve.bench import throughput
+from jserve.bench.load import RandomLoad
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+
+
+async def run(engine, load: RandomLoad, **options) -> dict[str, object]:
+    """The report of `load.num_prompts` requests, one after the other; options as in `throughput.run`."""
+    return await throughput.run(engine, load, mode="latency", concurrency=1, **options)

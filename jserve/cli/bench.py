@@ -1,0 +1,175 @@
+"""`jserve bench MODE`: flags of the modes, and what they share; the measuring itself is jserve.bench."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import difflib
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable
+
+from jserve.bench import latency, report, startup, throughput
+from jserve.bench.load import RandomLoad
+from jserve.cli.bench_flags import add_load_flags, add_startup_flags
+from jserve.cli.command import Command
+from jserve.cli.flags import NEAR, config_from, config_to_flags
+from jserve.cli.progress import StartReport
+from jserve.config import Config, ConfigError
+from jserve.local_engine import start_engine
+
+NOT_BUILT = ("serve", "kernels", "host", "simulate", "compare")
+DATASETS_NOT_BUILT = ("shared-prefix", "trace", "jsonl")
+STARTUP_PROMPT_TOKENS = 16
+
+USAGE = """\
+usage: jserve bench MODE [flags]        jserve bench MODE --help tells more
+
+  throughput   output tokens a second of the engine in this process, many requests at once
+  latency      what a single stream feels: time to first token, time per token, percentiles
+  startup      seconds from launch to ready and to the first token, cold and warm, by phase
+
+Not built yet: {not_built}."""
+
+
+def find(rest: list[str]) -> tuple[str, Command | None, list[str]]:
+    """(name, command, its flags) of `jserve bench REST`; no command where help was asked or the mode does not exist."""
+    mode = rest[0] if rest else ""
+    if mode in COMMANDS:
+        return f"bench {mode}", COMMANDS[mode], rest[1:]
+    if mode in ("-h", "--help"):
+        print(USAGE.format(not_built=", ".join(NOT_BUILT)))
+    elif mode in NOT_BUILT:
+        print(f"jserve: `jserve bench {mode}` is not built yet\ntry: jserve bench --help", file=sys.stderr)
+    elif mode:
+        near = difflib.get_close_matches(mode, COMMANDS, n=1, cutoff=NEAR)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"jserve: unknown bench mode {mode!r}{hint}\ntry: jserve bench --help", file=sys.stderr)
+    else:
+        print(USAGE.format(not_built=", ".join(NOT_BUILT)), file=sys.stderr)
+    return "bench", None, rest
+
+
+def _run_load(run: Callable, arguments: argparse.Namespace) -> int:
+    if arguments.dataset_name != "random":
+        problem = "not built yet" if arguments.dataset_name in DATASETS_NOT_BUILT else "unknown"
+        print(f"jserve bench: --dataset-name {arguments.dataset_name}: {problem}; use random", file=sys.stderr)
+        return 2
+    load = RandomLoad(
+        num_prompts=arguments.num_prompts,
+        input_len=arguments.random_input_len,
+        output_len=arguments.random_output_len,
+        range_ratio=arguments.random_range_ratio,
+        ignore_eos=arguments.ignore_eos,
+        temperature=arguments.temperature,
+        seed=arguments.seed,
+    )
+    options = {"concurrency": arguments.max_concurrency} if "max_concurrency" in arguments else {}
+    options |= {
+        "num_warmups": arguments.num_warmups,
+        "percentiles": arguments.metric_percentiles,
+        "with_details": arguments.save_detailed,
+    }
+    figures = asyncio.run(
+        _measured(config_from(arguments), functools.partial(run, load=load, **options), load.num_prompts)
+    )
+    text = report.render(figures, arguments.metric_percentiles, arguments.percentile_metrics)
+    _deliver(figures, text, arguments)
+    return 1 if figures["failed"] else 0
+
+
+async def _measured(config: Config, run: Callable, num_prompts: int) -> dict[str, object]:
+    start = StartReport()
+    engine = await start_engine(config, start)
+    start.progress("requests", 0, num_prompts)
+    try:
+        done = 0
+
+        def on_done(record) -> None:
+            nonlocal done
+            done += 1
+            start.progress("requests", done, num_prompts)
+
+        return await run(engine, on_done=on_done)
+    finally:
+        start.close()
+        await engine.close()
+
+
+def _run_startup(arguments: argparse.Namespace) -> int:
+    if arguments.child:
+        return asyncio.run(_start_once(config_from(arguments)))
+    from jserve.weights.fetch import with_model_on_disk
+
+    def line(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    config = config_from(arguments)
+    on_disk = with_model_on_disk(config, line)
+    try:
+        flags = [*config_to_flags(arguments), f"--model.served_name={on_disk.model.served_name or config.model.path}"]
+        figures = startup.run(flags, on_disk.model.path, arguments.num_warm, line)
+    except startup.StartFailed as error:
+        raise ConfigError(str(error)) from None
+    _deliver(figures, startup.render(figures), arguments)
+    return 0
+
+
+async def _start_once(config: Config) -> int:
+    """One start as the child of `bench startup`: a JSON line of timestamps on stdout."""
+    from jserve.bench.load import measure
+
+    began_at = time.time()
+    phases = StartReport(quiet=True)
+    engine = await start_engine(config, phases)
+    ready_at = time.time()
+    load = RandomLoad(num_prompts=1, input_len=STARTUP_PROMPT_TOKENS, output_len=1).checked(engine.info.context_length)
+    token_ids = throughput.ordinary_token_ids(engine.info)
+    asked_at = time.time()
+    record = await measure(engine, load.requests(token_ids)[0])
+    answer = {
+        "began_at": began_at,
+        "ready_at": ready_at,
+        # Drawing the prompt above is the bench's own time, not the engine's.
+        "first_token_at": ready_at + time.time() - asked_at,
+        "phases_s": phases.seconds,
+        "model_id": engine.info.name,
+        "about": {"dtype": engine.info.dtype, "kv_dtype": engine.info.kv_dtype, **throughput.machine()},
+        "compiles_after_ready": throughput.step_counters(engine)["compiles_after_ready"],
+    }
+    await engine.close()
+    print(json.dumps(answer))
+    return 1 if record.error else 0
+
+
+def _deliver(figures: dict[str, object], text: str, arguments: argparse.Namespace) -> None:
+    print(json.dumps(figures) if arguments.json else text)
+    if arguments.save_result:
+        print(f"saved {report.save(figures, arguments.result_dir)}", file=sys.stderr)
+
+
+COMMANDS = {
+    "throughput": Command(
+        usage="[--max-concurrency N] [--model MODEL] [flags]",
+        summary="Output tokens a second of the engine in this process; start-up and warm-up are outside the figures.",
+        add_arguments=functools.partial(add_load_flags, num_prompts=128, concurrency=True, percentiles=(99,)),
+        run=functools.partial(_run_load, throughput.run),
+        epilog="example:\n  jserve bench throughput --num-prompts 64 --max-concurrency 8 --json",
+    ),
+    "latency": Command(
+        usage="[--num-prompts N] [--model MODEL] [flags]",
+        summary="What a single stream feels: one request at a time in this process.",
+        add_arguments=functools.partial(
+            add_load_flags, num_prompts=10, concurrency=False, percentiles=latency.PERCENTILES
+        ),
+        run=functools.partial(_run_load, latency.run),
+    ),
+    "startup": Command(
+        usage="[--num-warm N] [--model MODEL] [flags]",
+        summary="Seconds from launching the process to a ready engine and to its first token, cold and warm.",
+        add_arguments=add_startup_flags,
+        run=_run_startup,
+    ),
+}

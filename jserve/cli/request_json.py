@@ -1,0 +1,73 @@
+"""One line of proto JSON (snake_case or camelCase) to a GenerateRequest, or the RequestError that names the field."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from google.protobuf import json_format
+
+from jserve.proto_gen import inference_pb2
+from jserve.request import Code, GenerateRequest, RequestError
+from jserve.server.convert import request_from_proto
+
+_AT = re.compile(r'(.*?) at "?GenerateRequest\.?([\w.\[\]]*)"?\W*$', re.DOTALL)
+_NESTED = re.compile(r"Failed to parse (\w+) field: ")
+_UNKNOWN = re.compile(r'has no field named "([^"]*)"')
+
+
+def json_fields(line: bytes) -> dict[str, object]:
+    """The object that the line spells.  A key given twice is refused: one of the values would be ignored."""
+    try:
+        fields = json.loads(line, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(Code.INVALID_ARGUMENT, f"not a line of JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise RequestError(Code.INVALID_ARGUMENT, f"expected a JSON object, got {line[:60].decode(errors='replace')}")
+    return fields
+
+
+def request_id_of(fields: dict[str, object]) -> str | None:
+    for name in ("request_id", "requestId"):
+        if isinstance(fields.get(name), str):
+            return fields[name]
+    return None
+
+
+def request_from_fields(fields: dict[str, object]) -> GenerateRequest:
+    """The request without its id: in a file ids only label results, so equal ones may run at the same time."""
+    message = inference_pb2.GenerateRequest()
+    try:
+        json_format.ParseDict(fields, message)
+    except (json_format.ParseError, RecursionError) as error:
+        raise _refused(str(error)) from None
+    if message.HasField("stream"):
+        raise RequestError(Code.INVALID_ARGUMENT, "stream is set: results of a batch come whole", field="stream")
+    message.ClearField("request_id")
+    return request_from_proto(message)
+
+
+def _refused(reason: str) -> RequestError:
+    """protobuf's reason, shortened, with the path of the field in our own spelling."""
+    reason = reason.split("\n")[0]
+    nested = _NESTED.findall(reason)
+    reason = _NESTED.sub("", reason).rstrip(".")
+    at = _AT.match(reason)
+    reason, path = at.groups() if at else (reason, ".".join(nested))
+    if unknown := _UNKNOWN.search(reason):
+        path = f"{path}.{unknown[1]}" if path else unknown[1]
+        return RequestError(Code.INVALID_ARGUMENT, f"{_snake(path)}: unknown field", field=_snake(path))
+    path = _snake(path)
+    return RequestError(Code.INVALID_ARGUMENT, f"{path}: {reason}" if path else reason, field=path or None)
+
+
+def _snake(path: str) -> str:
+    return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda match: "_" + match[1].lower(), path)
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
+    return fields

@@ -1,0 +1,67 @@
+"""`jserve serve`: the gRPC server, from the memory arithmetic on stderr to the line that says it is ready."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import time
+
+from jserve.cli.command import Command
+from jserve.cli.flags import add_config_flags, config_from
+from jserve.cli.progress import StartReport
+from jserve.config import Config
+from jserve.local_engine import start_engine
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_flags(parser, server=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    config = config_from(arguments)
+    logging.basicConfig(
+        level=logging.DEBUG if arguments.debug else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    return asyncio.run(_serve(config))
+
+
+async def _serve(config: Config) -> int:
+    from jserve.server.serve import serve
+
+    report = StartReport()
+    began = time.perf_counter()
+
+    def on_ready(server) -> None:
+        report.close()
+        report.line(f"ready after {time.perf_counter() - began:.1f} s; gRPC on {server.address}; stop with Ctrl-C")
+        report.line(f"try: jserve chat --address {_reachable(server.address)}")
+
+    try:
+        return await serve(lambda: start_engine(config, report), config, on_ready=on_ready)
+    finally:
+        report.close()
+
+
+def _reachable(address: str) -> str:
+    """Where a client on this machine finds a server that listens everywhere."""
+    return address.replace("0.0.0.0", "127.0.0.1").replace("[::]", "[::1]")
+
+
+COMMAND = Command(
+    usage="[--model MODEL] [--port PORT] [--config FILE] [flags]",
+    summary="Serves a model over gRPC.  Every shape is compiled before the server says that it is ready.",
+    add_arguments=add_arguments,
+    run=run,
+    epilog="""\
+examples:
+  jserve serve                                        SmolLM2-135M on 127.0.0.1:50051
+  jserve serve --model ./llama-3.2-1b --port 8000     a folder with config.json and safetensors
+  jserve serve --config configs/cpu.toml --kv.block_size 64
+
+Health, reflection and GetServerInfo answer at once; generation answers UNAVAILABLE until the line "ready".
+SIGTERM drains: no new requests, running ones finish, exit code 0.""",
+)

@@ -1,0 +1,55 @@
+"""An engine in this process: started without blocking the event loop, and how much to hand it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+
+from jserve.config import Config
+
+BUILD_THREAD = "jserve-build"
+
+
+async def start_engine(config: Config, report):
+    """The engine of `config`, ready, its model fetched where needed.
+
+    Args:
+      report: has line(text) and progress(phase, done, total), see `jserve.engine.build.Report`.
+    Raises:
+      ConfigError, ModelError, TokenizerError: one line that names what is wrong.
+    """
+
+    def build():
+        from jserve.engine.build import build_engine
+        from jserve.weights.fetch import with_model_on_disk
+
+        return build_engine(with_model_on_disk(config, report.line), report)
+
+    return await _in_daemon_thread(build, BUILD_THREAD)
+
+
+def most_in_flight(engine, max_waiting: int) -> int:
+    """Requests to hand over at once: as many again as can run, so that no step is short, but none that is refused."""
+    return max(1, min(2 * engine.info.max_num_seqs, max_waiting))
+
+
+async def _in_daemon_thread(function: Callable, name: str):
+    """As asyncio.to_thread, but an exit of the process does not wait for the thread: a start cannot be interrupted."""
+    loop, future = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def set_unless_cancelled(setter: Callable, value) -> None:
+        if not future.cancelled():
+            setter(value)
+
+    def work() -> None:
+        try:
+            outcome = future.set_result, function()
+        except BaseException as error:
+            outcome = future.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(set_unless_cancelled, *outcome)
+
+    threading.Thread(target=work, name=name, daemon=True).start()
+    return await future
