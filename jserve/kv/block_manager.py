@@ -6,7 +6,7 @@ a policy. What it decides about the device, block copies, it hands out through t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from jserve.kv.block_keys import HashBlock, hash_block as chain_hash
 from jserve.kv.block_tables import BlockTables
 from jserve.kv.groups import GroupSpec, combined_hit
 from jserve.kv.prefix_index import HashLookup, PrefixIndex, TreeLookup
+from jserve.kv.swap import HostSwap, SwappedBlocks
 
 _NEVER = np.iinfo(np.int64).max
 
@@ -47,10 +48,10 @@ class BlockManager:
         root_key: bytes = b"",
         hash_block: HashBlock = chain_hash,
         index: str = "hash",
-        poison: Callable[[int, list[int]], None] | None = None,
+        num_host_blocks: Sequence[int] | None = None,
     ):
         """num_blocks: per group, the dead block included. root_key: all that changes KV (block_keys.root_key).
-        poison(group, blocks): called with blocks whose content is gone for good, for debugging."""
+        num_host_blocks: host memory to swap to, per group, block 0 (never used) included; None: no swapping."""
         if len(groups) != len(num_blocks) or not groups:
             raise ValueError(f"{len(groups)} groups, but num_blocks for {len(num_blocks)}")
         lookups = {"hash": lambda: HashLookup(root_key, block_size, hash_block), "radix": TreeLookup}
@@ -58,16 +59,17 @@ class BlockManager:
             raise ValueError(f"index is {index!r}, expected one of: {', '.join(lookups)}")
         self.block_size = block_size
         self._memory = BlockTables(
-            groups, num_blocks, block_size, num_slots, max_blocks_per_seq, on_evict=self._forget, on_drop=poison
+            groups, num_blocks, block_size, num_slots, max_blocks_per_seq, on_evict=self._forget
         )
         self.tables = self._memory.tables
+        self._swap = None if num_host_blocks is None else HostSwap(self._memory, num_host_blocks)
         self._prefix_cache = prefix_cache
-        self._poison = poison
         self._index = PrefixIndex(len(groups), block_size, lookups[index]())
         self._node: list[int | None] = [None] * num_slots  # where each sequence stands in the index
         self._num_registered = np.zeros(num_slots, np.int64)  # blocks from the start up to that node
         self._next_border = np.full(num_slots, _NEVER)  # computed tokens from which commit registers again
         self._has_duplicates = np.zeros(num_slots, bool)
+        self._swapped_nodes: list[int] = []  # held for sequences in host memory
         self._num_queried_tokens = self._num_hit_tokens = self._num_evicted_blocks = self._num_duplicate_blocks = 0
 
     # What there is
@@ -258,22 +260,77 @@ class BlockManager:
         self._next_border[slot] = _NEVER
         self._has_duplicates[slot] = False
 
+    # Host memory. Order on the device: saves, loads, copies, then the step.
+
+    def swap_out(self, slots: Sequence[int]) -> SwappedBlocks | None:
+        """Moves sequences to host memory and frees their slots; what they share is saved once. None, and nothing
+        changed, where the host has no room, no swapping is configured, or they were swapped in since the last step."""
+        if self._swap is None:
+            return None
+        standing = [(self._node[slot], int(self._num_registered[slot])) for slot in slots]
+        swapped = self._swap.save(slots, standing)
+        if swapped is None:
+            return None
+        for node, _ in standing:
+            if node is not None:
+                self._index.hold(node)
+                self._swapped_nodes.append(node)
+        for slot in slots:
+            self.free(slot)
+        return swapped
+
+    def swap_in(self, slots: Sequence[int], swapped: SwappedBlocks) -> bool:
+        """Brings the sequences back into empty slots, in the order they left; all or nothing. Blocks that the prefix
+        cache still finds are shared, the others loaded. The host blocks stay taken until release_swapped."""
+        chains = [self._index.path(row.node, row.num_registered) for row in swapped.rows]
+        if not self._swap.restore(slots, swapped, [self._index.blocks(chain) for chain in chains]):
+            return False
+        for slot, row in zip(slots, swapped.rows):
+            if row.node is not None:
+                self._index.hold(row.node)
+                self._stand(slot, row.node, row.num_registered)
+                self._has_duplicates[slot] = True
+                self._offer_duplicates(slot, row.node)
+        return True
+
+    def release_swapped(self, swapped: SwappedBlocks) -> None:
+        """Gives up the host blocks: after an abort, or once the loads of swap_in have run. Once each."""
+        self._swap.release(swapped)
+        for row in swapped.rows:
+            if row.node is not None:
+                self._swapped_nodes.remove(row.node)
+                self._index.drop(row.node)
+
+    def take_saves(self) -> list[tuple[int, int, int]]:
+        """(group, device block, host block) copies to run first of all."""
+        return [] if self._swap is None else self._swap.take_saves()
+
+    def take_loads(self) -> list[tuple[int, int, int]]:
+        """(group, host block, device block) copies to run after the saves and before the block copies."""
+        return self._memory.take_loads()
+
     def flush(self) -> int:
         """Forgets what is cached and has no owner; returns how many blocks that were."""
         self._index.forget_last_match()
         num_forgotten = 0
         for group, pool in enumerate(self._memory.pools):
             blocks = pool.forget_cached()
+            self._memory.cancel_due(group, blocks)
             num_forgotten += len(blocks)
             for block in blocks:
                 self._index.evict(group, block)
-            if self._poison is not None and blocks:
-                self._poison(group, blocks)
         return num_forgotten
+
+    def unused_blocks(self) -> tuple[np.ndarray, ...]:
+        """Per group: blocks that hold nothing. A debugging engine overwrites them after the copies of a step with a
+        large finite value, so that a read of one shows."""
+        return tuple(pool.free_blocks() for pool in self._memory.pools)
 
     def check_integrity(self) -> list[str]:
         """Violated invariants in words; empty when sound. For tests and Control.CheckIntegrity: looks at everything."""
-        problems = self._memory.check() + self._index.check(node for node in self._node if node is not None)
+        problems = self._memory.check() + self._index.check(
+            [node for node in self._node if node is not None] + self._swapped_nodes
+        )
         for group, pool in enumerate(self._memory.pools):
             if set(np.flatnonzero(pool.findable).tolist()) != set(self._index.findable_blocks(group)):
                 problems.append(f"group {group}: the findable blocks of pool and index differ")
@@ -319,6 +376,7 @@ class BlockManager:
         if collided:  # what comes behind this block cannot be found; the sequence no longer takes part
             self._index.drop(node)
             self._node[slot] = None
+            self._num_registered[slot] = 0
             self._next_border[slot] = _NEVER
 
     def _offer_duplicates(self, slot: int, node: int | None) -> None:

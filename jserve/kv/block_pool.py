@@ -100,6 +100,9 @@ class BlockPool:
         self._push_free(np.array(blocks, np.int32))
         return blocks
 
+    def free_blocks(self) -> np.ndarray:
+        return self._free[: self._num_free].copy()
+
     def check(self) -> list[str]:
         """Violations of the class invariant, in words."""
         problems = []

@@ -26,10 +26,8 @@ class BlockTables:
         num_slots: int,
         max_blocks_per_seq: int,
         on_evict: Callable[[int, list[int]], None],
-        on_drop: Callable[[int, list[int]], None] | None,
     ):
-        """on_evict(group, blocks): cached blocks that were handed out; on_drop: blocks whose content nobody can
-        read any more (those and freed ones)."""
+        """on_evict(group, blocks) hears of cached blocks that were handed out to somebody else."""
         self.groups = tuple(groups)
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
@@ -41,8 +39,8 @@ class BlockTables:
         self.num_computed = np.zeros(num_slots, np.int64)  # tokens whose KV is known to be there
         self.shared_last = np.full(num_slots, -1, np.int64)  # index of a partial block shared by a fork, or -1
         self._copies: dict[tuple[int, int], int] = {}  # (group, destination) -> source
+        self._loads: dict[tuple[int, int], int] = {}  # (group, destination) -> host block
         self._on_evict = on_evict
-        self._on_drop = on_drop
         self.num_copied_blocks = 0
 
     @property
@@ -118,10 +116,13 @@ class BlockTables:
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         if num_tokens > self.num_computed[parent]:
             raise ValueError(f"fork at {num_tokens} tokens, but slot {parent} has {self.num_computed[parent]} computed")
+        for group, spec in enumerate(self.groups):
+            if self.num_behind[group, parent] > spec.num_blocks_behind(num_tokens, self.block_size):
+                raise ValueError(f"fork at {num_tokens} tokens, but slot {parent} gave back blocks in that window")
         self.occupy(child)
         count = -(-num_tokens // self.block_size)
         for group, table in enumerate(self.tables):
-            num_behind = min(int(self.num_behind[group, parent]), count)
+            num_behind = int(self.num_behind[group, parent])
             self.pools[group].share(table[parent, num_behind:count])
             table[child, :count] = table[parent, :count]
             self.num_behind[group, child] = num_behind
@@ -136,6 +137,53 @@ class BlockTables:
         copies = [(group, source, destination) for (group, destination), source in self._copies.items()]
         self._copies.clear()
         return copies
+
+    # For swapping
+
+    def entries(self, group: int, slot: int) -> np.ndarray:
+        """A slot's table entries, those behind the window left out."""
+        return self.tables[group][slot, int(self.num_behind[group, slot]) : int(self.num_blocks[slot])]
+
+    def content_of(self, group: int, block: int) -> int:
+        """Where the content of `block` is now: elsewhere while a copy into it is still due."""
+        return self._copies.get((group, block), block)
+
+    def awaits_load(self, group: int, blocks: np.ndarray) -> bool:
+        return bool(self._loads) and any((group, block) in self._loads for block in blocks.tolist())
+
+    def loads_from(self, group: int, host_blocks: np.ndarray) -> bool:
+        pending = {host_block for (loaded, _), host_block in self._loads.items() if loaded == group}
+        return not pending.isdisjoint(host_blocks.tolist())
+
+    def load(self, group: int, host_blocks: np.ndarray) -> np.ndarray:
+        """A new block, with one owner, for each host block, and the load that fills it."""
+        blocks = self._allocate(group, len(host_blocks))
+        self._loads.update(zip(((group, block) for block in blocks.tolist()), host_blocks.tolist()))
+        return blocks
+
+    def install(
+        self, slot: int, entries: Sequence[np.ndarray], num_blocks: int, num_computed: int, shared_last: int
+    ) -> None:
+        """A whole table row at once for an empty slot; each block gains an owner."""
+        self.occupy(slot)
+        for group, blocks in enumerate(entries):
+            self.pools[group].share(blocks)
+            self.num_behind[group, slot] = num_blocks - len(blocks)
+            self.tables[group][slot, num_blocks - len(blocks) : num_blocks] = blocks
+        self.num_blocks[slot] = num_blocks
+        self.num_computed[slot] = num_computed
+        self.shared_last[slot] = shared_last
+
+    def unpin(self, group: int, blocks: np.ndarray) -> None:
+        """One owner less, that was no table entry."""
+        self._release(group, blocks)
+
+    def take_loads(self) -> list[tuple[int, int, int]]:
+        loads = [(group, host_block, block) for (group, block), host_block in self._loads.items()]
+        self._loads.clear()
+        return loads
+
+    # Giving back
 
     def release_behind_window(self, slots: np.ndarray, num_computed: np.ndarray) -> None:
         for group, spec in enumerate(self.groups):
@@ -157,7 +205,7 @@ class BlockTables:
             raise ValueError(f"slot {slot} is empty")
         count = int(self.num_blocks[slot])
         for group, table in enumerate(self.tables):
-            blocks = table[slot, int(self.num_behind[group, slot]) : count][::-1].copy()
+            blocks = self.entries(group, slot)[::-1].copy()
             table[slot, :count] = DEAD_BLOCK
             self._release(group, blocks)
         self.live[slot] = False
@@ -185,9 +233,10 @@ class BlockTables:
             }
             found = [f"{what}: {np.flatnonzero(where)[:8].tolist()}" for what, where in violations.items() if where.any()]
             problems += [f"group {group}: {text}" for text in found + pool.check()]
-        for group, destination in self._copies:
-            if self.pools[group].num_owners[destination] < 1:
-                problems.append(f"group {group}: a copy into block {destination}, which nobody owns")
+        for what, due in (("copy", self._copies), ("load", self._loads)):
+            for group, destination in due:
+                if self.pools[group].num_owners[destination] < 1 and not self.pools[group].findable[destination]:
+                    problems.append(f"group {group}: a {what} into block {destination}, which is free")
         return problems
 
     def _num_missing(self, slot: int, num_tokens: int) -> int:
@@ -212,8 +261,7 @@ class BlockTables:
             source = int(self.tables[group][slot, index])
             destination = int(self._allocate(group, 1)[0])
             self.tables[group][slot, index] = destination
-            # A source that is itself still to be copied into is read where its content is now.
-            self._copies[group, destination] = self._copies.get((group, source), source)
+            self._copies[group, destination] = self.content_of(group, source)
             self._release(group, np.array([source], np.int32))
             self.num_copied_blocks += 1
         self.shared_last[slot] = -1
@@ -233,20 +281,20 @@ class BlockTables:
     def _allocate(self, group: int, count: int) -> np.ndarray:
         blocks, evicted = self.pools[group].allocate(count)
         if evicted:
+            self.cancel_due(group, evicted)
             self._on_evict(group, evicted)
-            self._drop(group, evicted)
         return blocks
 
     def _release(self, group: int, blocks: np.ndarray) -> None:
         freed = self.pools[group].release(blocks)
-        if len(freed) and (self._copies or self._on_drop):
-            self._drop(group, freed.tolist())
+        self.cancel_due(group, freed.tolist())
 
-    def _drop(self, group: int, blocks: list[int]) -> None:
-        for block in blocks if self._copies else ():
-            self._copies.pop((group, block), None)
-        if self._on_drop is not None:
-            self._on_drop(group, blocks)
+    def cancel_due(self, group: int, blocks: list[int]) -> None:
+        """Nobody waits any more for what was to be copied or loaded into `blocks`."""
+        for due in (self._copies, self._loads):
+            if due:
+                for block in blocks:
+                    due.pop((group, block), None)
 
 
 def _spread(slots: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -131,6 +131,14 @@ class PrefixIndex:
         self._block[group][node] = NO_BLOCK
         self._end_use(node)
 
+    def path(self, node: int | None, length: int) -> list[int]:
+        """The last `length` nodes from the root's side down to `node`."""
+        nodes = []
+        for _ in range(length):
+            nodes.append(node)
+            node = self._parent[node]
+        return nodes[::-1]
+
     def parent(self, node: int) -> int | None:
         return self._parent[node]
 

@@ -1,0 +1,130 @@
+"""Bookkeeping of sequences that wait in host memory: which host block holds what, and which copies are due.
+
+A swapped group of sequences keeps its sharing: a block that several of them name is saved once and comes back once.
+Knows ids only; whoever moves the bytes runs `saves`, then `loads`, then the block copies, then the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jserve.kv.block_pool import BlockPool
+from jserve.kv.block_tables import BlockTables
+
+
+@dataclass(frozen=True)
+class SwappedRow:
+    """One sequence's table row, in host blocks."""
+
+    host_blocks: tuple[np.ndarray, ...]
+    """Per group i32: the entries from num_behind[group] on."""
+    num_behind: tuple[int, ...]
+    num_blocks: int
+    num_computed: int
+    shared_last: int
+    node: int | None
+    """Where the sequence stands in the prefix index, num_registered blocks from the root; held until released."""
+    num_registered: int
+
+
+@dataclass(frozen=True)
+class SwappedBlocks:
+    """Sequences in host memory; theirs until release_swapped, whatever happens to the requests."""
+
+    rows: tuple[SwappedRow, ...]
+    num_host_blocks: int
+
+
+class HostSwap:
+    """Invariant: a host block's one owner is the SwappedBlocks it was allocated for."""
+
+    def __init__(self, memory: BlockTables, num_host_blocks: Sequence[int]):
+        """num_host_blocks: per group, host block 0, which is never used, included."""
+        self.pools = tuple(BlockPool(count) for count in num_host_blocks)
+        self._memory = memory
+        self._saves: dict[tuple[int, int], int] = {}  # (group, host block) -> device block
+
+    def save(self, slots: Sequence[int], standing: Sequence[tuple[int | None, int]]) -> SwappedBlocks | None:
+        """Host blocks for all that `slots` name; the slots keep their device blocks. standing: node and
+        num_registered of each. None where the host has no room, or a block has not arrived from there yet."""
+        memory = self._memory
+        entries = [[memory.entries(group, slot) for slot in slots] for group in range(len(self.pools))]
+        distinct = [np.unique(np.concatenate(rows)) for rows in entries]
+        for group, (pool, blocks) in enumerate(zip(self.pools, distinct)):
+            if len(blocks) > pool.num_available or memory.awaits_load(group, blocks):
+                return None
+        host_rows: list[list[np.ndarray]] = []
+        for group, blocks in enumerate(distinct):
+            host_blocks, _ = self.pools[group].allocate(len(blocks))
+            for block, host_block in zip(blocks.tolist(), host_blocks.tolist()):
+                self._saves[group, host_block] = memory.content_of(group, block)
+            host_rows.append([host_blocks[np.searchsorted(blocks, row)] for row in entries[group]])
+        rows = tuple(
+            SwappedRow(
+                host_blocks=tuple(group_rows[place] for group_rows in host_rows),
+                num_behind=tuple(memory.num_behind[:, slot].tolist()),
+                num_blocks=int(memory.num_blocks[slot]),
+                num_computed=int(memory.num_computed[slot]),
+                shared_last=int(memory.shared_last[slot]),
+                node=standing[place][0],
+                num_registered=standing[place][1],
+            )
+            for place, slot in enumerate(slots)
+        )
+        return SwappedBlocks(rows, sum(len(blocks) for blocks in distinct))
+
+    def restore(self, slots: Sequence[int], swapped: SwappedBlocks, resident: Sequence[np.ndarray]) -> bool:
+        """Device blocks for empty `slots`; False, and nothing changed, where they do not fit.
+
+        resident: per row i32[groups, num_registered], blocks on the device that still hold a registered block (or 0);
+        they are shared instead of loaded.
+        """
+        places: list[tuple[np.ndarray, np.ndarray]] = []  # per group: distinct host blocks and their device blocks
+        for group in range(len(self.pools)):
+            host_blocks = np.unique(np.concatenate([row.host_blocks[group] for row in swapped.rows]))
+            device_blocks = np.zeros_like(host_blocks)
+            for row, known in zip(swapped.rows, resident):
+                known = known[group, row.num_behind[group] : row.num_blocks]
+                device_blocks[np.searchsorted(host_blocks, row.host_blocks[group][: len(known)])] = known
+            places.append((host_blocks, device_blocks))
+        pinned = [np.unique(device_blocks[device_blocks != 0]) for _, device_blocks in places]
+        for pool, blocks in zip(self._memory.pools, pinned):
+            pool.share(blocks)
+        fits = all(
+            np.count_nonzero(device_blocks == 0) <= pool.num_available
+            for pool, (_, device_blocks) in zip(self._memory.pools, places)
+        )
+        if fits:
+            for group, (host_blocks, device_blocks) in enumerate(places):
+                absent = device_blocks == 0
+                device_blocks[absent] = self._memory.load(group, host_blocks[absent])
+                pinned[group] = np.concatenate([pinned[group], device_blocks[absent]])
+            for place, (slot, row) in enumerate(zip(slots, swapped.rows)):
+                entries = [
+                    device_blocks[np.searchsorted(host_blocks, row.host_blocks[group])]
+                    for group, (host_blocks, device_blocks) in enumerate(places)
+                ]
+                self._memory.install(slot, entries, row.num_blocks, row.num_computed, row.shared_last)
+        for group, blocks in enumerate(pinned):
+            self._memory.unpin(group, blocks)
+        return fits
+
+    def release(self, swapped: SwappedBlocks) -> None:
+        """Frees the host blocks. Only once no copy from or to them is running."""
+        for group, pool in enumerate(self.pools):
+            host_blocks = np.unique(np.concatenate([row.host_blocks[group] for row in swapped.rows]))
+            if self._memory.loads_from(group, host_blocks):
+                raise ValueError("host blocks released before their loads were taken")
+            if (pool.num_owners[host_blocks] != 1).any():
+                raise ValueError("host blocks released twice")
+            for host_block in host_blocks.tolist():
+                self._saves.pop((group, host_block), None)
+            pool.release(host_blocks)
+
+    def take_saves(self) -> list[tuple[int, int, int]]:
+        saves = [(group, device_block, host_block) for (group, host_block), device_block in self._saves.items()]
+        self._saves.clear()
+        return saves
