@@ -67,8 +67,11 @@ def _start(flags: Sequence[str]) -> dict[str, object]:
     command = [sys.executable, "-m", "jserve.cli.main", "bench", "startup", "--child", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
+        if "Traceback" in done.stderr:
+            sys.stderr.write(done.stderr)
         lines = [text for text in done.stderr.splitlines() if text.strip()]
-        raise StartFailed(lines[-1] if lines else f"the child ended with status {done.returncode}")
+        last = lines[-1].removeprefix("jserve bench startup: ") if lines else f"status {done.returncode}"
+        raise StartFailed(f"the engine did not start: {last}")
     child = json.loads(done.stdout.splitlines()[-1])
     return {
         **child,

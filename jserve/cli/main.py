@@ -41,7 +41,21 @@ Exit codes: 0 fine, 1 failed, 2 bad usage."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) has left; python would complain again when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    if any(thread.name == BUILD_THREAD for thread in threading.enumerate()):
+        # Interrupted while the engine was being built.  XLA cannot be; an ordinary exit would wait for every compile.
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _dispatch(argv: list[str]) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE.format(commands="\n".join(f"  {name:<10} {summary}" for name, summary in COMMANDS.items())))
         return FINE if argv else BAD_USAGE
@@ -56,13 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=NEAR)
         return _usage_error(f"unknown command {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
-    code = _run(name, rest)
-    if any(thread.name == BUILD_THREAD for thread in threading.enumerate()):
-        # Interrupted while the engine was being built.  XLA cannot be; an ordinary exit would wait for every compile.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-    return code
+    return _run(name, rest)
 
 
 def _run(name: str, rest: list[str]) -> int:
@@ -91,9 +99,7 @@ def _run(name: str, rest: list[str]) -> int:
         print("interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (`| head`) has left; python would complain again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
+        raise
     except Exception as error:
         return _failed(name, error, arguments.debug)
 

@@ -57,7 +57,7 @@ def locate(name: str, cache_dir: str | Path, report: Callable[[str], None] = lam
     if name.startswith("gs://"):
         raise ConfigError(f"model.path = {name!r}: gs:// is not built yet; copy it to a folder and name that")
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return path
     near = difflib.get_close_matches(name.lower(), KNOWN, n=1, cutoff=0.5)
     hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(KNOWN)}; others: a path, or hf:org/name"
