@@ -201,7 +201,7 @@ def from_gguf(
         eos_token_ids=tuple(
             dict.fromkeys(
                 fields[key]
-                for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+                for key in (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
                 if fields.get(key) is not None
             )
         ),
