@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 
 import grpc
@@ -24,12 +23,13 @@ def check_host(section: ServerSection) -> None:
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """Binds the server and returns the port, which is a free one where `port` is 0.  ConfigError where it cannot."""
+    _try_with_a_plain_socket(host, port)
     try:
         bound = server.add_insecure_port(join(host, port))
     except RuntimeError:
         bound = 0
     if bound == 0:
-        raise ConfigError(_why_not(host, port))
+        raise ConfigError(f"server.port = {port}: gRPC cannot listen on {join(host, port)}")
     return bound
 
 
@@ -49,19 +49,22 @@ def _is_loopback(host: str) -> bool:
     return all(address.is_loopback for address in addresses)
 
 
-def _why_not(host: str, port: int) -> str:
-    """gRPC does not say why it cannot bind; a plain socket does."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            probe.listen(1)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            return (f"server.port = {port}: already in use on {host}; choose another with --port, or 0 for a free one")
-        if error.errno == errno.EACCES:
-            return f"server.port = {port}: not permitted for this user"
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        return f"server.host = {host!r}: {reason}"
-    return f"server.port = {port}: gRPC cannot listen on {join(host, port)}"
+def _try_with_a_plain_socket(host: str, port: int) -> None:
+    """ConfigError where nobody could bind this.  gRPC would not say why, and write lines of its own to stderr."""
+    errors = []
+    addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, _, _, address in addresses:
+        try:
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            errors.append(error)
+    numbers = [error.errno for error in errors]
+    if errno.EADDRINUSE in numbers:
+        raise ConfigError(
+            f"server.port = {port}: already in use on {host}; choose another with --port, or 0 for a free one")
+    if errno.EACCES in numbers:
+        raise ConfigError(f"server.port = {port}: not permitted for this user; choose one above 1023")
+    if len(errors) == len(addresses):  # one of several is enough: `localhost` on a machine without IPv6
+        raise ConfigError(f"server.host = {host!r}: {errors[0].strerror}")
