@@ -1,8 +1,8 @@
 """One report for every mode of `jserve bench`: from what a client saw of each request to figures, text and JSON.
 
 Names and labels are those of `vllm bench serve`, so that dashboards and parsers carry over.  Rules: tokens are counted
-by id, never by message; a message with k tokens after a gap g counts as k tokens g / k apart, and tokens that come along
-with the first one as 0 apart, so that the mean ITL of one request is its TPOT; percentiles interpolate linearly (p50 of
+by id, never by message; a message with k tokens after a gap g counts as k tokens g / k apart, and tokens that come with
+the first one as 0 apart, so that the mean ITL of one request is its TPOT; percentiles interpolate linearly (p50 of
 1, 2, 3, 4 is 2.5) and are taken over completed requests only.
 """
 
