@@ -1,0 +1,160 @@
+"""Logits to tokens, on the device: one pure function that the runner jits for each planned variant and row bucket.
+
+A row's token depends on its own logits and inputs alone: never on its neighbours, its place or the bucket.
+Order as API.md: allowed and banned ids, bias, penalties, temperature, min_p, top_k, top_p; logprobs are of raw logits.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jserve.sampling.draw import chunk_masses, draw, uniforms
+from jserve.sampling.scores import (
+    MASS_CHUNK,
+    TokenScores,
+    chunked,
+    hide_unreal,
+    log_normalizer,
+    score,
+    token_logprob,
+)
+from jserve.sampling.shaping import ShapingInputs, shape
+from jserve.sampling.threshold import Filters, keep_threshold, min_p_threshold
+
+
+class SamplerKind(enum.Enum):
+    """What a batch needs; each kind also does what the ones before it do."""
+
+    GREEDY = "greedy"
+    """Every row takes its most probable token."""
+    SAMPLE = "sample"
+    """Some row draws: temperature, min_p, top_k, top_p."""
+    FULL = "full"
+    """Some row has penalties, a bias, allowed ids or bad words."""
+
+
+@dataclass(frozen=True)
+class SamplerVariant:
+    """One compiled form of the sampler; any batch can run under a larger one and gets the same tokens."""
+
+    kind: SamplerKind
+    logprobs: bool
+    """Whether ranks and the most probable tokens are returned."""
+
+
+VARIANTS = tuple(SamplerVariant(kind, logprobs) for kind in SamplerKind for logprobs in (False, True))
+"""All that a compile plan may contain."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplerInputs:
+    """One row a sequence that gets a token this step; padding rows have is_used False."""
+
+    temperature: Array  # f32[R], 0 is greedy, else >= 0.01
+    top_k: Array  # i32[R], 0 is off
+    top_p: Array  # f32[R], 1 is off
+    min_p: Array  # f32[R], 0 is off
+    seed: Array  # u32[R, 2], high and low word of the int64
+    sample_index: Array  # i32[R], the stream: i of n
+    position: Array  # i32[R], index of the token being generated, 0 the first after the prompt
+    banned_ids: Array  # i32[R, K], EOS and stop ids while below min_tokens
+    num_banned: Array  # i32[R], how many of them count
+    is_used: Array  # bool[R]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SamplerOutput:
+    token_ids: Array  # i32[R], 0 in padding rows
+    logprob: Array  # f32[R], of the chosen token in the model's own distribution
+    is_sound: Array  # bool[R], False where logits were NaN, infinite or all masked: that request has failed
+    scores: TokenScores | None  # set by variants with logprobs
+
+
+def sample(
+    logits: Array,
+    inputs: SamplerInputs,
+    variant: SamplerVariant,
+    num_real_tokens: int | None = None,
+    shaping: ShapingInputs | None = None,
+) -> SamplerOutput:
+    """Tokens of f32[R, V] logits.  Ids from num_real_tokens on (rows that pad the embedding) are never returned.
+
+    `shaping` is given exactly under FULL.  That some token is left in every row is the validator's promise for
+    min_tokens and allowed ids; `is_sound` is False in a row where none is.
+    """
+    assert (shaping is not None) == (variant.kind is SamplerKind.FULL), (variant, shaping)
+    num_real_tokens = logits.shape[1] if num_real_tokens is None else num_real_tokens
+    raw_maximum, raw_log_mass = log_normalizer(logits)
+
+    shaped = _ban(hide_unreal(logits, num_real_tokens), inputs)
+    if shaping is not None:
+        shaped = shape(shaped, shaping)
+    maximum, token_ids = _most_probable(shaped)
+    if variant.kind is not SamplerKind.GREEDY:
+        draws = _draws(inputs)
+        drawn = lax.cond(jnp.any(draws), lambda: _draw(shaped, maximum, inputs), lambda: token_ids)
+        token_ids = jnp.where(draws, drawn, token_ids)
+    token_ids = jnp.where(inputs.is_used, token_ids, 0)
+
+    return SamplerOutput(
+        token_ids=token_ids,
+        logprob=token_logprob(logits, token_ids, raw_maximum, raw_log_mass),
+        is_sound=jnp.isfinite(raw_maximum + raw_log_mass) & jnp.isfinite(maximum),
+        scores=score(logits, token_ids, num_real_tokens) if variant.logprobs else None,
+    )
+
+
+def _draws(inputs: SamplerInputs) -> Array:
+    return inputs.is_used & (inputs.temperature > 0)
+
+
+def _ban(logits: Array, inputs: SamplerInputs) -> Array:
+    """-inf at the banned ids; no row banning anything, the common case, costs a copy."""
+    counts = jnp.where(inputs.is_used, inputs.num_banned, 0)
+    columns = jnp.arange(inputs.banned_ids.shape[1])
+    # Unused columns point beyond the vocabulary and are dropped; ids were checked to be inside at the edge.
+    ids = jnp.where(columns < counts[:, None], inputs.banned_ids, logits.shape[1])
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return lax.cond(
+        jnp.any(counts > 0),
+        lambda: logits.at[rows, ids].set(-jnp.inf, mode="drop"),
+        lambda: logits,
+    )
+
+
+def _most_probable(logits: Array) -> tuple[Array, Array]:
+    """(maximum f32[R], its lowest id i32[R]); several times faster on CPU than argmax over the vocabulary."""
+    chunks = chunked(logits, MASS_CHUNK)
+    maxima = jnp.max(chunks, axis=2)
+    first = jnp.argmax(maxima, axis=1).astype(jnp.int32)
+    inside = jnp.take_along_axis(chunks, first[:, None, None], axis=1)[:, 0]
+    return jnp.max(maxima, axis=1), first * MASS_CHUNK + jnp.argmax(inside, axis=1).astype(jnp.int32)
+
+
+def _draw(logits: Array, maximum: Array, inputs: SamplerInputs) -> Array:
+    draws = _draws(inputs)
+    # Greedy and padding rows go through with everything off, so that they start no search for a threshold.
+    filters = Filters(
+        temperature=jnp.where(draws, inputs.temperature, 1.0),
+        min_p=jnp.where(draws, inputs.min_p, 0.0),
+        top_k=jnp.where(draws, inputs.top_k, 0),
+        top_p=jnp.where(draws, inputs.top_p, 1.0),
+    )
+    floor = min_p_threshold(maximum, filters)
+    masses = chunk_masses(logits, maximum, filters.temperature, floor)
+
+    def filtered():
+        threshold = keep_threshold(logits, maximum, filters, total=jnp.sum(masses, axis=1))
+        return threshold, chunk_masses(logits, maximum, filters.temperature, threshold)
+
+    is_filtered = jnp.any((filters.top_k > 0) | (filters.top_p < 1))
+    threshold, masses = lax.cond(is_filtered, filtered, lambda: (floor, masses))
+    uniform = uniforms(inputs.seed, inputs.sample_index, inputs.position)
+    return draw(logits, maximum, filters.temperature, threshold, masses, uniform)
