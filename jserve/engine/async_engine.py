@@ -18,7 +18,7 @@ from jserve.engine.info import Loads, ModelInfo
 from jserve.engine.loop import EngineLoop
 from jserve.engine.streams import OutputThread, RequestStream
 from jserve.kv.block_keys import sequence_salt
-from jserve.metrics import RequestCounts
+from jserve.metrics import Histograms, LoadsCollector, RequestCounts
 from jserve.request import Code, GenerateRequest, GenerateUpdate, RequestError, Sampling, invalid
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.validate import resolve, truncate_prompt, validate_request
@@ -43,6 +43,7 @@ class AsyncEngine:
         loop: EngineLoop,
         outputs: OutputThread,
         counts: RequestCounts,
+        histograms: Histograms,
         max_waiting: int,
         compiles_after_ready: Callable[[], int],
     ):
@@ -50,6 +51,8 @@ class AsyncEngine:
         self.limits = limits
         self.tokenizer = tokenizer
         self.counts = counts
+        self.metrics_registry = histograms.registry
+        histograms.registry.register(LoadsCollector(self.loads, info.name))
         self._scheduler = scheduler
         self._loop = loop
         self._outputs = outputs
@@ -226,7 +229,7 @@ class AsyncEngine:
     # -- looking in and housekeeping
 
     def loads(self) -> Loads:
-        blocks, times, counts = self._scheduler.blocks, self._loop.times, self.counts
+        blocks, totals, counts = self._scheduler.blocks, self._loop.totals, self.counts
         stats = blocks.stats
         return Loads(
             num_running=self._scheduler.num_running,
@@ -236,17 +239,19 @@ class AsyncEngine:
             num_free_blocks=blocks.num_free_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
             num_preemptions=self._scheduler.num_preemptions,
-            num_steps=times.num_steps,
+            preempted_tokens_lost=self._scheduler.num_preempted_tokens,
+            num_steps=totals.num_steps,
             prompt_tokens=counts.prompt_tokens,
-            generated_tokens=times.generated_tokens,
+            generated_tokens=totals.generated_tokens,
             prefix_cache_queried_tokens=stats.num_queried_tokens,
             prefix_cache_hit_tokens=stats.num_hit_tokens,
-            scheduled_tokens=times.scheduled_tokens,
-            padded_tokens=times.padded_tokens,
+            scheduled_tokens=totals.scheduled_tokens,
+            padded_tokens=totals.padded_tokens,
             compiles_after_ready=self._compiles_after_ready(),
             requests_accepted=counts.accepted,
             requests_refused=counts.refused,
-            requests_finished=counts.finished,
+            requests_stopped=counts.stopped,
+            requests_length=counts.length,
             requests_aborted=counts.aborted,
             requests_failed=counts.failed,
         )

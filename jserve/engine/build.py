@@ -19,7 +19,7 @@ from jserve.engine.loop import EngineLoop
 from jserve.engine.streams import OutputThread
 from jserve.kv import BlockManager, GroupSpec
 from jserve.kv.block_keys import root_key
-from jserve.metrics import RequestCounts
+from jserve.metrics import Histograms, RequestCounts
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import attention_spec
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, make_compile_plan
@@ -64,8 +64,6 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
         raise ConfigError(f"jax runs on {platform!r}; cpu, gpu and tpu are supported")
     config = resolve_automatic(config, platform)
     use_persistent_cache(os.path.join(config.compile.cache_dir, "xla"))
-    counter = CompileCounter()
-
     report.line(f"loading {config.model.path} as {config.model.dtype} on {platform}")
     model = load_model(
         config.model.path,
@@ -73,7 +71,13 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
         context_length=config.model.context_length,
         progress=lambda done, total: report.progress("load weights", done, total),
     )
-    tokenizer = load_tokenizer(model)
+    return assemble_engine(config, model, load_tokenizer(model), report)
+
+
+def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, report: Report) -> AsyncEngine:
+    """A started engine around a model in memory; `config` is resolved."""
+    platform = jax.default_backend()
+    counter = CompileCounter(forbid=config.compile.forbid_compile)
     plan = make_compile_plan(config)
     layouts = pool_layouts(model.config, config, platform)
     memory = size_pool(model, config, platform, layouts, plan)
@@ -97,7 +101,6 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
     )
     runner = ModelRunner(programs, model.params, blocks.tables)
     runner.warm_up()
-    counter.mark_ready(forbid=config.compile.forbid_compile)
     return _wire(config, model, tokenizer, plan, memory, blocks, runner, counter, programs.implementation)
 
 
@@ -246,12 +249,21 @@ def _wire(
     )
     eos_token_ids = tuple(model.eos_token_ids)
     defaults = generation_defaults(model.generation_defaults) if config.model.generation_config == "auto" else {}
-    counts = RequestCounts()
-    outputs = OutputThread(lambda sequence, reason: loop.finish(sequence, reason), counts)
-    loop = EngineLoop(scheduler, runner, outputs.put, overlap=config.scheduler.overlap)
+    name = config.model.served_name or os.path.basename(os.path.normpath(config.model.path))
+    counts, histograms = RequestCounts(), Histograms(name)
+    outputs = OutputThread(lambda sequence, reason: loop.finish(sequence, reason), counts, histograms)
+    loop = EngineLoop(
+        scheduler,
+        runner,
+        outputs.put,
+        overlap=config.scheduler.overlap,
+        histograms=histograms,
+        on_start=counter.watch_this_thread,
+        on_stop=counter.stop,
+    )
     info = ModelInfo(
         tokenizer=tokenizer,
-        name=config.model.served_name or os.path.basename(os.path.normpath(config.model.path)),
+        name=name,
         path=config.model.path,
         family=model.config.family,
         context_length=model.config.context_length,
@@ -289,6 +301,7 @@ def _wire(
         loop=loop,
         outputs=outputs,
         counts=counts,
+        histograms=histograms,
         max_waiting=config.scheduler.max_waiting,
         compiles_after_ready=lambda: counter.num_after_ready,
     )

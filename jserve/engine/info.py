@@ -54,6 +54,7 @@ class Loads:
     num_cached_blocks: int
     """Blocks that nobody owns but the prefix cache still finds."""
     num_preemptions: int
+    preempted_tokens_lost: int
     num_steps: int
     prompt_tokens: int
     generated_tokens: int
@@ -64,6 +65,7 @@ class Loads:
     compiles_after_ready: int
     requests_accepted: int
     requests_refused: int
-    requests_finished: int
+    requests_stopped: int
+    requests_length: int
     requests_aborted: int
     requests_failed: int

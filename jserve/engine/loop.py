@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from jserve.engine.outputs import StepResult, apply, fail
-from jserve.metrics import StepTimes
+from jserve.metrics import Histograms, StepTotals
 from jserve.request import Code, FinishReason, RequestError
 from jserve.scheduler import Scheduler, Sequence, StepPlan
 from jserve.scheduler.plan import StepOutput
@@ -46,14 +46,18 @@ class EngineLoop:
         on_result: Callable[[StepResult], None],
         *,
         overlap: bool,
-        times: StepTimes | None = None,
-        on_step: Callable[[Scheduler], None] | None = None,
+        histograms: Histograms | None = None,
+        on_start: Callable[[], None] | None = None,
+        on_stop: Callable[[], None] | None = None,
     ):
-        """`on_result` gets each step's result, on this thread; `on_step` is a test's look at the state after each step."""
+        """`on_result` gets each step's result, on the engine thread, which also calls `on_start` and `on_stop`."""
         self._scheduler = scheduler
         self._runner = runner
         self._on_result = on_result
-        self._on_step = on_step
+        self._on_start = on_start
+        self._on_stop = on_stop
+        self.on_step: Callable[[Scheduler], None] | None = None
+        """A test's look at the state after each step."""
         self._depth = 1 if overlap else 0
         self._in_flight: deque[StepPlan] = deque()
         self._live: dict[str, list[Sequence]] = {}
@@ -61,7 +65,8 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="jserve-engine", daemon=True)
-        self.times = times or StepTimes()
+        self._histograms = histograms
+        self.totals = StepTotals()
 
     # -- called by other threads
 
@@ -115,6 +120,15 @@ class EngineLoop:
     # -- the thread
 
     def _run(self) -> None:
+        if self._on_start is not None:
+            self._on_start()
+        try:
+            self._serve()
+        finally:
+            if self._on_stop is not None:
+                self._on_stop()
+
+    def _serve(self) -> None:
         while True:
             with self._wake:
                 while not (self._inbox or self._scheduler.has_work or self._in_flight or self._stopping):
@@ -147,11 +161,24 @@ class EngineLoop:
             collected = time.perf_counter()
             plan = self._in_flight.popleft()
             self._report(apply(self._scheduler, plan, output))
-            self.times.record(plan, output, host_s=planned - began + time.perf_counter() - collected)
+            self._record(plan, output, planned - began + time.perf_counter() - collected)
         elif plan is None and self._scheduler.has_work:
             raise RuntimeError("nothing can run although work is waiting: a bug of the scheduler")
-        if self._on_step is not None:
-            self._on_step(self._scheduler)
+        if self.on_step is not None:
+            self.on_step(self._scheduler)
+
+    def _record(self, plan: StepPlan, output: StepOutput, host_seconds: float) -> None:
+        totals = self.totals
+        totals.num_steps += 1
+        totals.host_seconds += host_seconds
+        totals.device_seconds += output.device_seconds
+        totals.scheduled_tokens += plan.num_tokens
+        totals.padded_tokens += plan.bucket - plan.num_tokens
+        totals.generated_tokens += len(output.token_ids)
+        if self._histograms is not None:
+            self._histograms.iteration_tokens.observe(plan.num_tokens)
+            self._histograms.step_host.observe(host_seconds)
+            self._histograms.step_device.observe(output.device_seconds)
 
     def _settle(self) -> None:
         """Applies every step in flight."""
@@ -187,7 +214,7 @@ class EngineLoop:
         self._report(result)
 
     def _report(self, result: StepResult) -> None:
-        for sequence, _ in result.ended + result.failed:
+        for sequence, _ in (*result.ended, *result.failed):
             self._forget(sequence)
         if result.sequences or result.ended or result.failed or result.prompt_scores:
             self._on_result(result)

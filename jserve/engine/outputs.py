@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from jserve.request import FinishReason, RequestError
+from jserve.request import Code, FinishReason, RequestError
 from jserve.scheduler import Scheduler, Sequence, StepPlan
 from jserve.scheduler.plan import PromptScores, StepOutput
 
@@ -35,9 +35,13 @@ def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResul
     """Appends what was sampled and ends what is finished.  Rows of sequences that ended meanwhile are dropped."""
     assert output.step_id == plan.step_id, f"output of step {output.step_id} for the plan of step {plan.step_id}"
     result = StepResult(time.time(), output=output)
+    broken = () if output.is_sound is None or output.is_sound.all() else np.flatnonzero(~output.is_sound).tolist()
     for row, token_id in enumerate(output.token_ids.tolist()):
         sequence = plan.sequences[plan.sampling_rows[row]]
         if sequence.finished:
+            continue
+        if row in broken:
+            result.failed.append((sequence, RequestError(Code.INTERNAL, "the model gave no numbers for this request")))
             continue
         reason = sequence.append(token_id)
         result.sequences.append(sequence)
@@ -57,6 +61,8 @@ def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResul
     scheduler.applied(plan)  # before the blocks of ended sequences are released: their full blocks stay findable
     for sequence, reason in result.ended:
         scheduler.finish(sequence, reason)
+    for sequence, _ in result.failed:
+        scheduler.finish(sequence, FinishReason.ABORTED)
     return result
 
 
@@ -69,7 +75,3 @@ def fail(scheduler: Scheduler, sequences: list[Sequence], error: RequestError) -
             result.failed.append((sequence, error))
     return result
 
-
-def top_entries(output: StepOutput, row: int, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and log-probabilities of the k most probable tokens of a sampled row."""
-    return output.top_ids[row, :k], output.top_logprobs[row, :k]

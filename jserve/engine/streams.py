@@ -16,7 +16,7 @@ import numpy as np
 
 from jserve.engine.channel import Channel, deliver
 from jserve.engine.outputs import StepResult
-from jserve.metrics import RequestCounts
+from jserve.metrics import Histograms, RequestCounts
 from jserve.request import (
     Code,
     FinishReason,
@@ -44,6 +44,7 @@ class _Output:
 
     text: TextStream
     num_tokens: int = 0
+    last_token: float | None = None
     cumulative_logprob: float = 0.0
     finished: bool = False
 
@@ -85,10 +86,16 @@ class RequestStream:
 class OutputThread:
     """Reads StepResults in order and delivers updates."""
 
-    def __init__(self, finish_sequence: Callable[[Sequence, FinishReason], None], counts: RequestCounts):
+    def __init__(
+        self,
+        finish_sequence: Callable[[Sequence, FinishReason], None],
+        counts: RequestCounts,
+        histograms: Histograms | None = None,
+    ):
         """`finish_sequence` tells the engine that a stop string ended a sequence."""
         self._finish_sequence = finish_sequence
         self._counts = counts
+        self._histograms = histograms
         self._results: queue.SimpleQueue[StepResult | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="jserve-outputs", daemon=True)
 
@@ -175,8 +182,7 @@ class OutputThread:
         if output.finished:
             return
         now, step, sampling = result.time, result.output, sequence.sampling
-        stream.first_token = stream.first_token or now
-        stream.last_token = now
+        self._observe_token(stream, output, now)
         self._send_prompt_scores(stream, update)  # complete with the step that samples the first token
         delta = self._delta(update, sequence.index)
         output.num_tokens += 1
@@ -246,14 +252,37 @@ class OutputThread:
         first = stream.sequences[0]
         return Usage(first.num_prompt, sum(o.num_tokens for o in stream.outputs), first.num_cached or 0)
 
+    def _observe_token(self, stream: RequestStream, output: _Output, now: float) -> None:
+        if self._histograms is not None:
+            if stream.first_token is None:
+                self._histograms.time_to_first_token.observe(now - stream.sequences[0].arrival)
+            elif output.last_token is not None:
+                self._histograms.inter_token_latency.observe(now - output.last_token)
+        stream.first_token = stream.first_token or now
+        stream.last_token = output.last_token = now
+
     def _count_end(self, stream: RequestStream, reason: FinishReason) -> None:
-        usage = self._usage(stream)
-        self._counts.generation_tokens += usage.completion_tokens
-        self._counts.cached_tokens += usage.cached_tokens
-        if reason is FinishReason.ABORTED:
-            self._counts.aborted += 1
-        else:
-            self._counts.finished += 1
+        counts, usage = self._counts, self._usage(stream)
+        counts.generation_tokens += usage.completion_tokens
+        counts.cached_tokens += usage.cached_tokens
+        match reason:
+            case FinishReason.STOP:
+                counts.stopped += 1
+            case FinishReason.LENGTH:
+                counts.length += 1
+            case FinishReason.ABORTED:
+                counts.aborted += 1
+        self._observe_end(stream)
+
+    def _observe_end(self, stream: RequestStream) -> None:
+        first, histograms = stream.sequences[0], self._histograms
+        if histograms is None or first.first_scheduled is None:
+            return
+        histograms.queue_time.observe(max(0.0, first.first_scheduled - first.arrival))
+        if stream.first_token is not None:
+            histograms.prefill_time.observe(max(0.0, stream.first_token - first.first_scheduled))
+            histograms.decode_time.observe(stream.last_token - stream.first_token)
+            histograms.e2e_latency.observe(stream.last_token - first.arrival)
 
     def _fail(self, stream: RequestStream) -> None:
         stream.done = True

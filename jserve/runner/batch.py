@@ -90,7 +90,7 @@ def build(plan: StepPlan, layout: InputLayout, tables: tuple[np.ndarray, ...]) -
     views["cu_q_lens"][rows + 1 :] = plan.num_tokens
     views["num_decodes"][...] = singles
     for group, table in enumerate(tables):
-        np.take(table, plan.slots, axis=0, out=views[f"table{group}"][:rows])
+        np.take(table, plan.slots, axis=0, out=views[f"table{group}"][:rows], mode="clip")
     feed_slots = views["feed_slots"]
     feed_slots[:] = layout.num_slots
     feed_slots[:singles] = np.where(plan.feeds[:singles], plan.slots[:singles], layout.num_slots)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jserve.config import Config, ConfigError
-from jserve.sampling.sampler import SamplerVariant
+from jserve.sampling.sampler import VARIANTS, SamplerKind, SamplerVariant
 from jserve.scheduler.buckets import powers_up_to
 
 SCORED_ROWS = 64
@@ -36,7 +36,11 @@ class SamplerShape:
     variant: SamplerVariant
 
     def __str__(self) -> str:
-        return f"sample[{self.num_rows}, {self.variant}]"
+        return f"{self.variant.kind.value}[{self.num_rows} rows{', logprobs' if self.variant.logprobs else ''}]"
+
+
+SERVED_VARIANTS = tuple(variant for variant in VARIANTS if variant.kind is not SamplerKind.FULL)
+"""Sampler variants that the fields served today can need."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,12 @@ class CompilePlan:
     @property
     def sampler_shapes(self) -> tuple[SamplerShape, ...]:
         return tuple(
-            SamplerShape(rows, variant) for variant in SamplerVariant for rows in self.sampler_rows(variant)
+            SamplerShape(rows, variant) for variant in SERVED_VARIANTS for rows in self.sampler_rows(variant)
         )
 
     def sampler_rows(self, variant: SamplerVariant) -> tuple[int, ...]:
         """Row buckets of a variant: every sequence bucket, or three of them for the rarer ones with log-probabilities."""
-        if not variant.with_logprobs:
+        if not variant.logprobs:
             return self.sequence_buckets
         return tuple(sorted({min(size, self.num_slots) for size in (1, 8, self.num_slots)}))
 

@@ -18,22 +18,27 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 class CompileCounter:
-    """Counts XLA compiles of this process after `mark_ready()`; jax tells of each one.
+    """Counts the XLA compiles that one thread, the engine's, causes; jax tells of each one.
 
-    With `forbid` a later compile raises where it happens, instead of being counted only.
+    With `forbid` such a compile raises where it happens, instead of being counted only.
     """
 
-    def __init__(self) -> None:
-        self._ready = False
-        self._forbid = False
+    def __init__(self, forbid: bool = False) -> None:
         self.num_after_ready = 0
+        self._forbid = forbid
+        self._thread: int | None = None
+
+    def watch_this_thread(self) -> None:
+        """Called by the engine thread when it starts to serve."""
+        self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 
-    def mark_ready(self, forbid: bool = False) -> None:
-        self._ready, self._forbid = True, forbid
+    def stop(self) -> None:
+        """Called by the same thread when it ends."""
+        jax.monitoring.unregister_event_duration_listener(self._on_event)
 
     def _on_event(self, event: str, duration_s: float, **_: Any) -> None:
-        if self._ready and event == _COMPILE_EVENT:
+        if event == _COMPILE_EVENT and threading.get_ident() == self._thread:
             self.num_after_ready += 1
             if self._forbid:
                 raise RuntimeError("a program was compiled after readiness, which compile.forbid_compile forbids")

@@ -98,7 +98,8 @@ class ModelRunner:
             columns = SampledColumns(np.asarray(step.sampled)[: len(step.plan.sampling_rows)])
             output.token_ids = columns.token_ids
             output.logprobs = columns.logprobs
-            if step.variant.with_logprobs:
+            output.is_sound = columns.is_sound
+            if step.variant.logprobs:
                 output.ranks, output.top_ids, output.top_logprobs = columns.ranks, columns.top_ids, columns.top_logprobs
         else:
             jax.block_until_ready(self._pools)

@@ -19,10 +19,12 @@ from jserve.models.inputs import AttentionPlan, ForwardInputs
 from jserve.models.registry import model_code
 from jserve.runner import sampling_rows
 from jserve.runner.batch import InputLayout, fed_token_ids
-from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, SamplerShape, StepShape
+from jserve.runner.compile_plan import SCORED_ROWS, SERVED_VARIANTS, CompilePlan, SamplerShape, StepShape
 from jserve.runner.compiler import compile_all
-from jserve.sampling.prompt_scores import score_prompt
-from jserve.sampling.sampler import NUM_TOP, SamplerVariant, sample
+from jserve.sampling.limits import MAX_LOGPROBS
+from jserve.sampling.prompt_scores import score_positions
+from jserve.sampling.sampler import SamplerVariant, sample
+from jserve.sampling.scores import TokenScores
 from pallas_kernels.block_copy import copy_blocks
 from pallas_kernels.paged_attention import PoolLayout
 
@@ -32,7 +34,7 @@ NUM_COPIES = 64
 
 @dataclass(frozen=True)
 class SampledColumns:
-    """The sampler's and scorer's packed output on the host: i32[R, 3 + 2 * NUM_TOP], floats by their bits."""
+    """The sampler's and scorer's packed output on the host: i32[R, 4 + 2 * MAX_LOGPROBS], floats by their bits."""
 
     packed: np.ndarray
 
@@ -49,12 +51,17 @@ class SampledColumns:
         return self.packed[:, 2]
 
     @property
+    def is_sound(self) -> np.ndarray:
+        """False where the logits were no numbers: that row's token means nothing."""
+        return self.packed[:, 3] != 0
+
+    @property
     def top_ids(self) -> np.ndarray:
-        return self.packed[:, 3 : 3 + NUM_TOP]
+        return self.packed[:, 4 : 4 + MAX_LOGPROBS]
 
     @property
     def top_logprobs(self) -> np.ndarray:
-        return np.ascontiguousarray(self.packed[:, 3 + NUM_TOP :]).view(np.float32)
+        return np.ascontiguousarray(self.packed[:, 4 + MAX_LOGPROBS :]).view(np.float32)
 
 
 class ProgramSet:
@@ -108,7 +115,7 @@ class ProgramSet:
         return self._compiled[shape](params, pools, slot_tokens, packed)
 
     def sample(self, shape: tuple[int, SamplerVariant], params, sample_hidden, slot_tokens, packed: np.ndarray):
-        """Returns the new slot_tokens and the packed output, i32[R, 3 + 2 * NUM_TOP] (see SampledColumns)."""
+        """Returns the new slot_tokens and the packed output (see SampledColumns)."""
         return self._compiled[SamplerShape(*shape)](params, sample_hidden, slot_tokens, packed)
 
     def score(self, shape: StepShape, params, hidden: jax.Array, packed: np.ndarray) -> jax.Array:
@@ -132,10 +139,9 @@ class ProgramSet:
         shape = self.plan.step_shapes[0]
         padding = np.zeros(self.input_layout(shape).size, np.int32)
         hidden, sample_hidden, pools = self.forward(shape, params, pools, slot_tokens, padding)
-        for variant in SamplerVariant:
+        for variant in SERVED_VARIANTS:
             rows = self.plan.sampler_rows(variant)[0]
-            packed = np.zeros((rows, sampling_rows.NUM_COLUMNS), np.int32)
-            packed[:, 0] = self.num_slots
+            packed = sampling_rows.padding(rows, self.num_slots)
             slot_tokens, _ = self.sample((rows, variant), params, sample_hidden, slot_tokens, packed)
         self.score(shape, params, hidden, np.zeros((2, SCORED_ROWS), np.int32))
         pools = self.copy_blocks(pools, [(group, 0, 0) for group in range(len(pools))])
@@ -187,37 +193,35 @@ class ProgramSet:
 
     def _sampler_program(self, shape: SamplerShape) -> Callable:
         def sample_rows(params, sample_hidden, slot_tokens, packed):
-            slots, inputs = sampling_rows.unpack(packed)
+            slots, inputs = sampling_rows.unpack(packed, self.num_slots)
             logits_RV = self._model.logits(params, self._config, sample_hidden[: shape.num_rows])
-            out = sample(logits_RV, inputs, shape.variant, num_real_tokens=self._num_real_tokens)
-            return slot_tokens.at[slots].set(out.token_ids), _pack_columns(out)
+            out = sample(logits_RV, inputs, shape.variant, self._num_real_tokens)
+            columns = _pack_columns(out.token_ids, out.logprob, out.is_sound, out.scores)
+            return slot_tokens.at[slots].set(out.token_ids), columns
 
         return sample_rows
 
     def _score_program(self, params, rows_CD, targets):
-        return _pack_columns(score_prompt(self._model.logits(params, self._config, rows_CD), targets))
+        logits_CV = self._model.logits(params, self._config, rows_CD)
+        scores = score_positions(logits_CV, targets, self._num_real_tokens)
+        return _pack_columns(targets, scores.logprob, jnp.isfinite(logits_CV[:, 0]), scores)
 
 
 def _select_rows(hidden_TD, rows):
     return hidden_TD[rows]
 
 
-def _pack_columns(out) -> jax.Array:
-    """Token ids, logprobs, ranks and top lists as i32[R, 3 + 2 * NUM_TOP]; lists that a variant lacks are zeros."""
-    num_rows = out.token_ids.shape[0]
+def _pack_columns(
+    token_ids: jax.Array, logprobs: jax.Array, is_sound: jax.Array, scores: TokenScores | None
+) -> jax.Array:
+    """One row a token, read by SampledColumns; lists that a variant lacks are left out."""
     bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
-    zeros = jnp.zeros((num_rows, NUM_TOP), jnp.int32)
-    has_lists = out.top_ids is not None
-    return jnp.concatenate(
-        [
-            out.token_ids[:, None],
-            bits(out.logprobs)[:, None],
-            (out.ranks if has_lists else zeros[:, 0])[:, None],
-            out.top_ids if has_lists else zeros,
-            bits(out.top_logprobs) if has_lists else zeros,
-        ],
-        axis=1,
-    )
+    ranks = jnp.zeros_like(token_ids) if scores is None else scores.rank
+    columns = [token_ids[:, None], bits(logprobs)[:, None], ranks[:, None], is_sound.astype(jnp.int32)[:, None]]
+    if scores is not None:
+        missing = ((0, 0), (0, MAX_LOGPROBS - scores.top_ids.shape[1]))  # a vocabulary of fewer tokens
+        columns += [jnp.pad(scores.top_ids, missing), jnp.pad(bits(scores.top_logprobs), missing)]
+    return jnp.concatenate(columns, axis=1)
 
 
 def _lower(program: Callable, donated: tuple[int, ...], *arguments) -> jax.stages.Lowered:

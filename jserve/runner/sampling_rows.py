@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.sampling.limits import MAX_BANNED_TOKEN_IDS
-from jserve.sampling.sampler import SamplerInputs, SamplerVariant
+from jserve.sampling.sampler import SamplerInputs, SamplerKind, SamplerVariant
 from jserve.scheduler.plan import StepPlan
 from jserve.scheduler.sequence import Sequence
 
-_SCALARS = ("slot", "position", "sample_index", "seed_low", "seed_high", "top_k", "num_banned")
+_SCALARS = ("slot", "position", "sample_index", "seed_high", "seed_low", "top_k", "num_banned")
 _FLOATS = ("temperature", "top_p", "min_p")
 NUM_COLUMNS = len(_SCALARS) + len(_FLOATS) + MAX_BANNED_TOKEN_IDS
 
@@ -38,7 +38,7 @@ class SamplingRows:
         row[:] = 0
         row[0] = slot
         row[2] = sequence.index
-        row[3:5] = np.array([sampling.seed], np.int64).view(np.int32)
+        row[3:5] = np.array([sampling.seed >> 32, sampling.seed & 0xFFFFFFFF], np.int64).astype(np.uint32).view(np.int32)
         row[5] = sampling.top_k
         row[7:10] = np.array([sampling.temperature, sampling.top_p, sampling.min_p], np.float32).view(np.int32)
         banned = sampling.banned_below_min_tokens
@@ -50,24 +50,29 @@ class SamplingRows:
 
     def variant(self, slots: np.ndarray) -> SamplerVariant:
         """The cheapest variant that serves all of these slots."""
-        return SamplerVariant.serving(
-            random=bool(self._is_random[slots].any()), logprobs=bool(self._wants_logprobs[slots].any())
-        )
+        kind = SamplerKind.SAMPLE if self._is_random[slots].any() else SamplerKind.GREEDY
+        return SamplerVariant(kind, logprobs=bool(self._wants_logprobs[slots].any()))
 
     def build(self, plan: StepPlan, num_rows: int) -> np.ndarray:
         """i32[num_rows, columns] for the plan's sampling rows; padding rows write to the dead slot."""
         rows = plan.sampling_rows
         slots, position = plan.slots[rows], plan.output_index[rows]
-        packed = np.zeros((num_rows, NUM_COLUMNS), np.int32)
-        packed[len(rows) :, 0] = self._num_slots
+        packed = padding(num_rows, self._num_slots)
         live = packed[: len(rows)]
-        np.take(self._rows, slots, axis=0, out=live)
+        np.take(self._rows, slots, axis=0, out=live, mode="clip")
         live[:, 1] = position
         live[:, 6] = np.where(position < self._min_tokens[slots], self._num_banned[slots], 0)
         return packed
 
 
-def unpack(packed: jax.Array) -> tuple[jax.Array, SamplerInputs]:
+def padding(num_rows: int, num_slots: int) -> np.ndarray:
+    """i32[num_rows, columns] of padding rows only."""
+    packed = np.zeros((num_rows, NUM_COLUMNS), np.int32)
+    packed[:, 0] = num_slots
+    return packed
+
+
+def unpack(packed: jax.Array, num_slots: int) -> tuple[jax.Array, SamplerInputs]:
     """Inside jit: i32[R, columns] -> (slots i32[R], SamplerInputs)."""
     floats = jax.lax.bitcast_convert_type(packed[:, 7:10], jnp.float32)
     return packed[:, 0], SamplerInputs(
@@ -80,4 +85,5 @@ def unpack(packed: jax.Array) -> tuple[jax.Array, SamplerInputs]:
         position=packed[:, 1],
         banned_ids=packed[:, 10:],
         num_banned=packed[:, 6],
+        is_used=packed[:, 0] < num_slots,
     )

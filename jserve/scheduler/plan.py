@@ -46,6 +46,7 @@ class StepOutput:
 
     step_id: int
     token_ids: np.ndarray  # i32[sampled]
+    is_sound: np.ndarray | None = None  # bool[sampled] False: the logits were no numbers; None: all are sound
     logprobs: np.ndarray | None = None  # f32[sampled] of the chosen tokens; None: no row asked
     ranks: np.ndarray | None = None  # i32[sampled]
     top_ids: np.ndarray | None = None  # i32[sampled, 20]
