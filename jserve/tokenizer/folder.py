@@ -1,6 +1,7 @@
 """A Tokenizer from a Hugging Face model folder: tokenizer.json, tokenizer_config.json, the chat template.
 
-Follows what `transformers` does with these files; where they leave a choice open, its version 5.
+The pipeline, and whether BOS or EOS is added, are tokenizer.json's own; tokenizer_config.json names special tokens.
+(transformers 5 reads them so too, except that it rebuilds the pipeline of some families from its own idea of it.)
 """
 
 from __future__ import annotations
@@ -43,17 +44,12 @@ def from_folder(path: str | Path) -> Tokenizer:
         frozenset(token_id for token_id, token in added.items() if token.special),
         spelling,
     )
-    return Tokenizer(backend, table, _special_rules(backend, config, named), _chat_template(folder, config, named))
+    return Tokenizer(backend, table, _special_rules(backend, named), _chat_template(folder, config, named))
 
 
-def _special_rules(backend: tokenizers.Tokenizer, config: Mapping, named: Mapping[str, str]) -> SpecialRules:
-    bos = backend.token_to_id(named["bos_token"]) if "bos_token" in named else None
-    eos = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    if "add_bos_token" in config or "add_eos_token" in config:  # these say it all, as in transformers
-        prefix = (bos,) if config.get("add_bos_token") and bos is not None else ()
-        suffix = (eos,) if config.get("add_eos_token") and eos is not None else ()
-    else:
-        prefix, suffix = _put_around_by_post_processor(backend)
+def _special_rules(backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> SpecialRules:
+    bos, eos = (backend.token_to_id(named[name]) if name in named else None for name in ("bos_token", "eos_token"))
+    prefix, suffix = _put_around_by_post_processor(backend)
     return SpecialRules(bos, frozenset() if eos is None else frozenset((eos,)), prefix, suffix)
 
 

@@ -3,8 +3,8 @@
 import random
 
 WORDS = """the quick Brown fox JUMPS over it's we'll they'RE don't I'm naïve façade Straße 你好世界 日本の首都は 안녕하세요
-Привет שלום مرحبا สวัสดี नमस्ते ... !!! -- ` \\n <|im_end <| im_start|> </s 's '' " 'S ’s $x$ a_b-c </div> Ġ Ċ ▁ ² ½ Ⅷ ٣ １２
-0 1 42 12345 3.14 1,000,000 http://a.b/c?d=e&f=%20 😀 🤣 👩‍👩‍👧‍👦 🇫🇷 👍🏽""".split()
+Привет שלום مرحبا สวัสดี नमस्ते ... !!! -- ` \\n <|im_end <| im_start|> </s 's '' " 'S ’s $x$ a_b-c </div>
+Ġ Ċ ▁ ² ½ Ⅷ ٣ １２ 0 1 42 12345 3.14 1,000,000 http://a.b/c?d=e&f=%20 😀 🤣 👩‍👩‍👧‍👦 🇫🇷 👍🏽""".split()
 BLANKS = ["\t", "\t\t", "\n", "\n\n", "\r\n", "\r", "\x0b", "\x0c", "\x85", "\u00a0", "\u2028", "\u2029", "\u3000"]
 BLANKS += [" " * count for count in (1, 2, 3, 7, 15, 33)]
 CODE = [

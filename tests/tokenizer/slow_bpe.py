@@ -1,21 +1,22 @@
 """Byte-pair encoding as its definition has it: slow, obvious, and independent of the `tokenizers` library."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
-import regex
+import pytest
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def encoder(fields: dict, expressions: list[str]) -> Callable[[str], list[int]]:
     """Text to ids with a GGUF's vocabulary; each expression cuts the pieces that the one before left."""
+    regex = pytest.importorskip("regex")  # comes with transformers
     ids = {token: index for index, token in enumerate(fields["tokenizer.ggml.tokens"])}
     ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(fields["tokenizer.ggml.merges"])}
 
     def encode(text: str) -> list[int]:
         pieces = [text]
         for expression in expressions:
-            pieces = [part for piece in pieces for part in _cut(piece, expression)]
+            pieces = [part for piece in pieces for part in _cut(piece, regex.finditer(expression, piece))]
         # A byte that is no token is dropped before merging, so its neighbours can merge: what HF does.
         symbols = [[token for byte in piece.encode() if (token := ALPHABET[byte]) in ids] for piece in pieces]
         return [ids[token] for piece in symbols for token in _merge(piece, ranks)]
@@ -23,9 +24,9 @@ def encoder(fields: dict, expressions: list[str]) -> Callable[[str], list[int]]:
     return encode
 
 
-def _cut(piece: str, expression: str) -> list[str]:
+def _cut(piece: str, matches: Iterable) -> list[str]:
     parts, done = [], 0
-    for match in regex.finditer(expression, piece):
+    for match in matches:
         parts += [piece[done : match.start()], match.group()]
         done = match.end()
     return [part for part in [*parts, piece[done:]] if part]
