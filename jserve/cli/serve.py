@@ -21,11 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
-    logging.basicConfig(
-        level=logging.DEBUG if arguments.debug else logging.INFO,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    # The libraries' own talk stays out of the log, their warnings do not.
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    logging.getLogger("jserve").setLevel(logging.DEBUG if arguments.debug else logging.INFO)
     return asyncio.run(_serve(config))
 
 
