@@ -13,6 +13,7 @@ from contextlib import aclosing
 
 import numpy as np
 
+from jserve.config import Config
 from jserve.engine.channel import Channel, merge
 from jserve.engine.info import Loads, ModelInfo
 from jserve.engine.loop import EngineLoop
@@ -37,6 +38,7 @@ class AsyncEngine:
         self,
         *,
         info: ModelInfo,
+        config: Config,
         limits: ModelLimits,
         tokenizer: Tokenizer,
         scheduler: Scheduler,
@@ -48,6 +50,8 @@ class AsyncEngine:
         compiles_after_ready: Callable[[], int],
     ):
         self.info = info
+        self.config = config
+        """With every automatic value resolved."""
         self.limits = limits
         self.tokenizer = tokenizer
         self.counts = counts

@@ -295,6 +295,7 @@ def _wire(
     )
     engine = AsyncEngine(
         info=info,
+        config=config,
         limits=limits,
         tokenizer=tokenizer,
         scheduler=scheduler,
