@@ -95,6 +95,30 @@ def unpack(blocks: jax.Array, layout: PoolLayout, k_scale=None, v_scale=None) ->
     )
 
 
+def read_blocks(
+    pool: jax.Array, layer: jax.Array | int, block_ids: jax.Array, layout: PoolLayout
+) -> tuple[jax.Array, jax.Array]:
+    """Keys and values of the blocks i32[...] in one layer, each float32[..., K, P, H], unscaled.
+
+    Ids outside the pool read the dead block.  K and V are gathered apart where they are planes of their own: each gather
+    then fuses with what is done to its result, one gather for both would be written out and read twice.
+    """
+    block_ids = jnp.where((block_ids >= 0) & (block_ids < pool.shape[1]), block_ids, DEAD_BLOCK)
+    if layout.planes != 2:
+        return unpack(pool[layer, block_ids], layout)
+    return tuple(_from_storage(pool[layer, block_ids, :, plane, :, : layout.head_dim], layout, None) for plane in (0, 1))
+
+
+def write_tokens(
+    pool: jax.Array, layer: jax.Array | int, blocks: jax.Array, offsets: jax.Array, tokens: jax.Array
+) -> jax.Array:
+    """Scatters packed tokens [T, K, planes, lanes] to slot `offsets` of `blocks` (i32[T] each); in place when donated.
+
+    Ids outside the pool are dropped by the scatter; negative ones, which JAX would count from the end, go to the dead block.
+    """
+    return pool.at[layer, jnp.maximum(blocks, DEAD_BLOCK), :, :, offsets].set(tokens, mode="drop")
+
+
 def _to_storage(x: jax.Array, layout: PoolLayout, scale) -> jax.Array:
     """[T, K, H] of any float type -> storage bits, divided by `scale` (f32 scalar or f32[K]) where there is one."""
     if scale is not None:

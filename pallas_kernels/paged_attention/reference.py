@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch, TokenRows, token_rows
-from pallas_kernels.paged_attention.layout import PoolLayout, pack, unpack
+from pallas_kernels.paged_attention.layout import PoolLayout, pack, unpack, write_tokens
 
 
 def validate(layout: PoolLayout, spec: AttentionSpec) -> None:
@@ -24,7 +24,7 @@ def prepare(
 
 def attend(q, k, v, pool, layer, metadata, *, layout, spec, sinks=None, k_scale=None, v_scale=None):
     batch, tokens = metadata
-    pool = pool.at[layer, tokens.block, :, :, tokens.offset].set(pack(k, v, layout, k_scale, v_scale), mode="drop")
+    pool = write_tokens(pool, layer, tokens.block, tokens.offset, pack(k, v, layout, k_scale, v_scale))
 
     def one_token(token):
         q_NH, row, position = token
