@@ -12,7 +12,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "path", "context_length", "vocab_size", "bos_token_id", "eos_token_ids", "dtype", "kv_dtype", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "generation_defaults", "capabilities", "has_chat_template", "digest")
+    __slots__ = ("name", "path", "context_length", "vocab_size", "bos_token_id", "eos_token_ids", "dtype", "kv_dtype", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "generation_defaults", "capabilities", "has_chat_template", "digest", "family", "num_parameters", "attention")
     class CapabilitiesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,9 @@ class GetModelInfoResponse(_message.Message):
     CAPABILITIES_FIELD_NUMBER: _ClassVar[int]
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FAMILY_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     context_length: int
@@ -52,7 +55,10 @@ class GetModelInfoResponse(_message.Message):
     capabilities: _containers.ScalarMap[str, bool]
     has_chat_template: bool
     digest: str
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., generation_defaults: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., capabilities: _Optional[_Mapping[str, bool]] = ..., has_chat_template: _Optional[bool] = ..., digest: _Optional[str] = ...) -> None: ...
+    family: str
+    num_parameters: int
+    attention: str
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., context_length: _Optional[int] = ..., vocab_size: _Optional[int] = ..., bos_token_id: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., dtype: _Optional[str] = ..., kv_dtype: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., generation_defaults: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., capabilities: _Optional[_Mapping[str, bool]] = ..., has_chat_template: _Optional[bool] = ..., digest: _Optional[str] = ..., family: _Optional[str] = ..., num_parameters: _Optional[int] = ..., attention: _Optional[str] = ...) -> None: ...
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -81,13 +87,29 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_usage", "num_free_blocks", "num_total_blocks", "generated_tokens", "num_open_streams", "max_open_streams")
+    __slots__ = ("num_running", "num_waiting", "kv_usage", "num_free_blocks", "num_total_blocks", "num_cached_blocks", "prompt_tokens", "generated_tokens", "prefix_cache_queried_tokens", "prefix_cache_hit_tokens", "num_steps", "scheduled_tokens", "padded_tokens", "num_preemptions", "preempted_tokens_lost", "compiles_after_ready", "requests_accepted", "requests_refused", "requests_stopped", "requests_length", "requests_aborted", "requests_failed", "num_open_streams", "max_open_streams")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     GENERATED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_QUERIED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PADDED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_TOKENS_LOST_FIELD_NUMBER: _ClassVar[int]
+    COMPILES_AFTER_READY_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_STOPPED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FAILED_FIELD_NUMBER: _ClassVar[int]
     NUM_OPEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
     MAX_OPEN_STREAMS_FIELD_NUMBER: _ClassVar[int]
     num_running: int
@@ -95,10 +117,26 @@ class GetLoadsResponse(_message.Message):
     kv_usage: float
     num_free_blocks: int
     num_total_blocks: int
+    num_cached_blocks: int
+    prompt_tokens: int
     generated_tokens: int
+    prefix_cache_queried_tokens: int
+    prefix_cache_hit_tokens: int
+    num_steps: int
+    scheduled_tokens: int
+    padded_tokens: int
+    num_preemptions: int
+    preempted_tokens_lost: int
+    compiles_after_ready: int
+    requests_accepted: int
+    requests_refused: int
+    requests_stopped: int
+    requests_length: int
+    requests_aborted: int
+    requests_failed: int
     num_open_streams: int
     max_open_streams: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., num_open_streams: _Optional[int] = ..., max_open_streams: _Optional[int] = ...) -> None: ...
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_cache_queried_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., scheduled_tokens: _Optional[int] = ..., padded_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., preempted_tokens_lost: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., requests_accepted: _Optional[int] = ..., requests_refused: _Optional[int] = ..., requests_stopped: _Optional[int] = ..., requests_length: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., num_open_streams: _Optional[int] = ..., max_open_streams: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -57,7 +57,7 @@ class Server:
         return listen.join(self.state.config.server.host, self.port)
 
     async def start(self) -> None:
-        """Listens; health, reflection and GetServerInfo answer, generation is UNAVAILABLE.  ConfigError: cannot bind."""
+        """Listens: health, reflection and GetServerInfo answer, generation is UNAVAILABLE.  ConfigError: it cannot."""
         section = self.state.config.server
         self.port = listen.bind(self._grpc, section.host, section.port)
         await self._grpc.start()
@@ -112,9 +112,10 @@ def _channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        # A client that vanished without closing its connection is noticed, and its blocks freed, in 30 s.
+        # A client that vanished without closing its connection is noticed, and its blocks freed, in 40 s.
         ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.http2.ping_timeout_ms", 20_000),  # 60 s, and stronger than keepalive_timeout_ms, where it is not set
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         # Clients may ping every 10 s, also without calls; the half leaves room for jitter.

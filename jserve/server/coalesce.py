@@ -60,7 +60,7 @@ class Coalescer:
         self._changed.set()
 
     def finish(self, error: BaseException | None = None) -> None:
-        """No more updates; `error` is raised in the consumer once it has taken the data.  Only the first call counts."""
+        """No more updates; the consumer gets `error` once it has taken the data.  Only the first call counts."""
         if not self._is_finished:
             self._is_finished, self._error = True, error
             self._changed.set()

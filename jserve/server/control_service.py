@@ -17,9 +17,11 @@ from jserve.request import Code, RequestError, SamplingParams, invalid
 from jserve.server.convert import sampling_params_to_proto
 from jserve.server.state import ServerState
 
-_INFO_FIELDS = ("name", "path", "context_length", "vocab_size", "bos_token_id", "dtype", "kv_dtype", "block_size",
-                "num_blocks", "max_num_seqs", "max_num_batched_tokens", "digest")
-_LOAD_FIELDS = ("num_running", "num_waiting", "kv_usage", "num_free_blocks", "num_total_blocks", "generated_tokens")
+_INFO_FIELDS = ("name", "path", "family", "num_parameters", "context_length", "vocab_size", "bos_token_id", "dtype",
+                "kv_dtype", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens", "has_chat_template",
+                "digest", "attention")
+_OUR_LOADS = ("num_open_streams", "max_open_streams")
+_ENGINE_LOADS = tuple(field.name for field in pb.GetLoadsResponse.DESCRIPTOR.fields if field.name not in _OUR_LOADS)
 
 
 class ControlService:
@@ -37,7 +39,6 @@ class ControlService:
             eos_token_ids=sorted(info.eos_token_ids),
             generation_defaults=sampling_params_to_proto(SamplingParams(**info.generation_defaults)),
             capabilities=dict(info.capabilities),
-            has_chat_template=info.tokenizer.chat_template is not None,
         )
 
     async def GetServerInfo(
@@ -60,7 +61,7 @@ class ControlService:
     async def GetLoads(self, _: pb.GetLoadsRequest, context: grpc.aio.ServicerContext) -> pb.GetLoadsResponse:
         loads = self._state.engine_when_ready().loads()
         return pb.GetLoadsResponse(
-            **{name: getattr(loads, name) for name in _LOAD_FIELDS},
+            **{name: getattr(loads, name) for name in _ENGINE_LOADS},
             num_open_streams=len(self._state.calls),
             max_open_streams=self._state.calls.limit,
         )

@@ -1,47 +1,13 @@
-"""What the server asks of an engine.  `engine.async_engine.AsyncEngine` has it; tests put a scripted one in its place."""
+"""What the server asks of an engine: `engine.async_engine.AsyncEngine` has it, and so has the scripted one of tests."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncGenerator
+from typing import Protocol
 
 from jserve.config import Config
+from jserve.engine.info import Loads, ModelInfo
 from jserve.request import GenerateRequest, GenerateUpdate
-
-
-class ModelInfo(Protocol):
-    """Facts of the served model and its engine, fixed once the engine is ready."""
-
-    name: str
-    path: str
-    context_length: int
-    vocab_size: int
-    tokenizer: Any
-    """A `jserve.tokenizer.Tokenizer`."""
-    bos_token_id: int | None
-    eos_token_ids: Sequence[int]
-    dtype: str
-    kv_dtype: str
-    block_size: int
-    num_blocks: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    generation_defaults: Mapping[str, Any]
-    """Keys are fields of SamplingParams."""
-    capabilities: Mapping[str, bool]
-    digest: str
-    platform: str
-    """cpu, gpu or tpu."""
-    devices: Sequence[str]
-
-
-class Loads(Protocol):
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    num_free_blocks: int
-    num_total_blocks: int
-    generated_tokens: int
 
 
 class Engine(Protocol):

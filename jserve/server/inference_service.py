@@ -103,7 +103,7 @@ async def _feed(engine: Engine, request: GenerateRequest, call: Coalescer) -> No
 
 
 def _deadline(context: grpc.aio.ServicerContext) -> float | None:
-    """The call's deadline in `time.monotonic()` seconds; one that has passed ends the call before the engine sees it."""
+    """The call's deadline in `time.monotonic()` seconds; one that has passed ends the call, the engine never sees it."""
     remaining = context.time_remaining()
     if remaining is None:
         return None

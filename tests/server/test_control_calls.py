@@ -1,5 +1,6 @@
 """The Control service, Tokenize and Detokenize."""
 
+import dataclasses
 import json
 
 import pytest
@@ -16,7 +17,8 @@ async def test_model_info_shows_what_a_client_may_rely_on():
         info = await client.model_info()
     assert (info.name, info.path, info.context_length, info.vocab_size) == ("fake-model", "/models/fake", 4096, 257)
     assert (info.bos_token_id, list(info.eos_token_ids)) == (256, [1, 2])
-    assert (info.dtype, info.kv_dtype, info.block_size, info.num_blocks) == ("float32", "float32", 32, 100)
+    assert (info.dtype, info.kv_dtype, info.block_size, info.num_blocks) == ("float32", "bfloat16", 32, 100)
+    assert (info.family, info.num_parameters, info.attention) == ("fake", 12345, "none")
     assert (info.max_num_seqs, info.max_num_batched_tokens, info.digest) == (64, 512, "d1gest")
     assert (info.generation_defaults.temperature, info.generation_defaults.top_k) == (0.6, 40)
     assert not info.generation_defaults.HasField("top_p")
@@ -41,8 +43,9 @@ async def test_loads_flush_and_integrity_come_from_the_engine():
     engine = FakeEngine()
     async with serving(engine, max_concurrent_streams=5) as (_, client):
         loads = await client.loads()
-        assert (loads.kv_usage, loads.num_free_blocks, loads.num_total_blocks) == (0.25, 75, 100)
-        assert (loads.num_running, loads.num_waiting, loads.max_open_streams) == (0, 0, 5)
+        for name, value in dataclasses.asdict(engine.loads()).items():
+            assert getattr(loads, name) == value, name
+        assert (loads.num_open_streams, loads.max_open_streams) == (0, 5)
         assert await client.flush_cache() == 7
         stub = control_pb2_grpc.ControlStub(client._channel)
         assert (await stub.CheckIntegrity(control_pb2.CheckIntegrityRequest())).ok

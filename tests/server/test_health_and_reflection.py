@@ -32,6 +32,8 @@ async def test_health_follows_starting_ready_draining():
         with pytest.raises(RequestError, match="draining") as caught:
             await client.generate_unary(PLAIN)
         assert caught.value.code is Code.UNAVAILABLE
+        listed = await health_pb2_grpc.HealthStub(client._channel).List(health_pb2.HealthListRequest())
+        assert {name: status.status for name, status in listed.statuses.items()} == dict.fromkeys(SERVICES, NOT_SERVING)
         with pytest.raises(RequestError) as caught:
             await client.is_serving("no.such.Service")
         assert caught.value.code is Code.NOT_FOUND

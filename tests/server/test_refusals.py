@@ -7,8 +7,8 @@ import random
 import grpc
 import pytest
 
-from jserve.proto_gen import control_pb2_grpc, inference_pb2 as pb, inference_pb2_grpc
-from jserve.request import Code, GenerateRequest, RequestError, SamplingParams
+from jserve.proto_gen import control_pb2, control_pb2_grpc, inference_pb2 as pb, inference_pb2_grpc
+from jserve.request import Code, GenerateRequest, RequestError
 from jserve.server.app import CONTROL, INFERENCE
 from jserve.server.errors import from_rpc_error
 from tests.support.fake_engine import FakeEngine, whole_text
@@ -40,7 +40,7 @@ async def assert_alive(client) -> None:
 
 
 @pytest.mark.parametrize("error", [
-    RequestError(Code.INVALID_ARGUMENT, "sampling_params.top_p = 1.5: must be in (0, 1]", field="sampling_params.top_p"),
+    RequestError(Code.INVALID_ARGUMENT, "sampling_params.n = 0: must be in 1..64", field="sampling_params.n"),
     RequestError(Code.RESOURCE_EXHAUSTED, "the queue is full", retry_after_s=2.5),
     RequestError(Code.NOT_FOUND, "lora_name = 'x': no such adapter", field="lora_name"),
     RequestError(Code.FAILED_PRECONDITION, "not now"),
@@ -180,7 +180,7 @@ async def test_what_is_not_built_says_so():
                     assert error.message == f"{method.full_name} is not built yet"
         stub = control_pb2_grpc.ControlStub(client._channel)
         with pytest.raises(grpc.RpcError, match="SubscribeKvEvents is not built yet"):
-            async for _ in stub.SubscribeKvEvents(control_pb2_grpc.jserve_dot_v1_dot_control__pb2.SubscribeKvEventsRequest()):
+            async for _ in stub.SubscribeKvEvents(control_pb2.SubscribeKvEventsRequest()):
                 pass
 
 

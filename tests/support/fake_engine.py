@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from dataclasses import fields
 
 from jserve.config import Config
+from jserve.engine.info import Loads, ModelInfo
 from jserve.request import (
     Code,
     FinishReason,
@@ -59,36 +60,13 @@ class FakeTokenizer:
         return "<s>" if token_id == 256 else bytes([token_id]).decode("utf-8", "replace")
 
 
-@dataclass(frozen=True)
-class FakeModelInfo:
-    name: str = "fake-model"
-    path: str = "/models/fake"
-    context_length: int = 4096
-    vocab_size: int = 257
-    tokenizer: FakeTokenizer = FakeTokenizer()
-    bos_token_id: int | None = 256
-    eos_token_ids: tuple[int, ...] = (2, 1)
-    dtype: str = "float32"
-    kv_dtype: str = "float32"
-    block_size: int = 32
-    num_blocks: int = 100
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int = 512
-    generation_defaults: dict = field(default_factory=lambda: {"temperature": 0.6, "top_k": 40})
-    capabilities: dict = field(default_factory=lambda: {"seed": True, "beam_width": False})
-    digest: str = "d1gest"
-    platform: str = "cpu"
-    devices: tuple[str, ...] = ("cpu:0",)
-
-
-@dataclass(frozen=True)
-class FakeLoads:
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    num_free_blocks: int
-    num_total_blocks: int
-    generated_tokens: int
+MODEL_INFO = ModelInfo(
+    tokenizer=FakeTokenizer(), name="fake-model", path="/models/fake", family="fake", num_parameters=12345,
+    context_length=4096, vocab_size=257, bos_token_id=256, eos_token_ids=(2, 1), dtype="float32", kv_dtype="bfloat16",
+    block_size=32, num_blocks=100, max_num_seqs=64, max_num_batched_tokens=512,
+    generation_defaults={"temperature": 0.6, "top_k": 40}, capabilities={"seed": True, "beam_width": False},
+    has_chat_template=True, digest="d1gest", platform="cpu", devices=("cpu:0",), attention="none",
+)
 
 
 class FakeEngine:
@@ -96,7 +74,7 @@ class FakeEngine:
 
     def __init__(self, *, step_s: float = 0.0, num_tokens: int = 5, max_running: int = 10**6,
                  max_waiting: int = 10**6):
-        self.info = FakeModelInfo()
+        self.info = MODEL_INFO
         self.config = Config().replace("model", dtype="float32")
         self.state = "ready"
         self.step_s = step_s
@@ -180,8 +158,11 @@ class FakeEngine:
         self._to_abort.add(request_id)
         return True
 
-    def loads(self) -> FakeLoads:
-        return FakeLoads(len(self.running), len(self.waiting), 0.25, 75, 100, self.generated_tokens)
+    def loads(self) -> Loads:
+        """The true counts of what this engine has; the other fields are their place in Loads, all different."""
+        known = {"num_running": len(self.running), "num_waiting": len(self.waiting), "kv_usage": 0.25,
+                 "generated_tokens": self.generated_tokens}
+        return Loads(**{item.name: known.get(item.name, 100 + at) for at, item in enumerate(fields(Loads))})
 
     async def flush_cache(self) -> int:
         return 7

@@ -1,4 +1,4 @@
-"""`python -m tests.support.fake_server`: jserve.server.serve around a FakeEngine, for tests of signals and exit codes."""
+"""`python -m tests.support.fake_server`: `serve` around a FakeEngine, for tests of signals and exit codes."""
 
 from __future__ import annotations
 
