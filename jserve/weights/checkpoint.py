@@ -9,17 +9,20 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
-from jserve.models.config import ModelConfig, ModelError, from_gguf, from_hf, token_ids
+from jserve.models.config import ModelConfig, ModelError, from_gguf, from_hf
+from jserve.models.fields import token_ids
 from jserve.weights import gguf, safetensors
 from jserve.weights.errors import WeightsError
 from jserve.weights.tensor import StoredTensor
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -73,14 +76,15 @@ def _open_folder(folder: Path) -> Checkpoint:
     tensors = safetensors.read_folder(folder)
     if config.tied and HEAD in tensors:
         config, tensors = _tied_with_head(folder, config, tensors)
-    generation = _read_json(folder / "generation_config.json", missing={})
+    generation_file = folder / "generation_config.json"
+    generation = _read_json(generation_file, missing={})
     return Checkpoint(
         path=folder,
         config=config,
         tensors=tensors,
         tokenizer_source=folder,
         generation_defaults=_generation_defaults_from_hf(generation),
-        eos_token_ids=token_ids(generation.get("eos_token_id")) or config.eos_token_ids,
+        eos_token_ids=_named(generation_file, token_ids, generation, "eos_token_id") or config.eos_token_ids,
         digest=_digest(json.dumps(settings, sort_keys=True).encode(), tensors),
     )
 
@@ -153,7 +157,7 @@ def _read_json(path: Path, missing: dict | None = None) -> dict[str, Any]:
     return value
 
 
-def _named(path: Path, read, *args) -> ModelConfig:
+def _named(path: Path, read: Callable[..., T], *args: Any) -> T:
     """`read(*args)`, with the file in front of what it complains about."""
     try:
         return read(*args)

@@ -61,10 +61,12 @@ def read_gguf(path: Path) -> GgufFile:
         num_tensors, num_fields = cursor.number("Q"), cursor.number("Q")
         fields = {}
         for _ in range(num_fields):
-            key = cursor.string()
+            key = cursor.name()
             fields[key] = cursor.value(cursor.number("I"))
         infos = [_tensor_info(cursor) for _ in range(num_tensors)]
     alignment = fields.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1:
+        raise WeightsError(f"{path}: general.alignment = {alignment!r}: must be at least 1")
     data_start = -(-cursor.offset // alignment) * alignment
     if fields.get("split.count", 1) > 1:
         raise WeightsError(f"{path}: one of {fields['split.count']} splits: not built; merge them into one file first")
@@ -91,6 +93,9 @@ class _Cursor:
     def number(self, code: str) -> Any:
         return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
 
+    def name(self) -> str:
+        return self.take(self.number("Q")).decode("utf-8", "backslashreplace")
+
     def string(self) -> str:
         # Lossless: a vocabulary may hold bytes that are not UTF-8.
         return self.take(self.number("Q")).decode("utf-8", "surrogateescape")
@@ -103,15 +108,17 @@ class _Cursor:
         if kind != _ARRAY:
             raise WeightsError(f"{self.path}: byte {self.offset}: {kind} is no GGUF value type")
         kind, count = self.number("I"), self.number("Q")
-        if kind in _SCALARS:
-            dtype = np.dtype("<" + _SCALARS[kind])
-            return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
-        return [self.value(kind) for _ in range(count)]
+        if kind == _STRING:
+            return [self.string() for _ in range(count)]
+        if kind not in _SCALARS:
+            raise WeightsError(f"{self.path}: byte {self.offset}: arrays of GGUF value type {kind} are not built")
+        dtype = np.dtype("<" + _SCALARS[kind])
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """(name, shape with the slowest axis first, number type, offset within the data)"""
-    name = cursor.string()
+    name = cursor.name()
     shape = tuple(cursor.number("Q") for _ in range(cursor.number("I")))[::-1]
     return name, shape, cursor.number("I"), cursor.number("Q")
 
@@ -121,6 +128,8 @@ def _stored(path: Path, name: str, shape: tuple[int, ...], kind: int, offset: in
         quantisation = GGMLQuantizationType(kind)
     except ValueError:
         raise WeightsError(f"{path}: tensor {name}: {kind} is no GGML number type") from None
+    if not shape or 0 in shape:
+        raise WeightsError(f"{path}: tensor {name}: a shape of {list(shape)} holds nothing")
     block_size, block_bytes = GGML_QUANT_SIZES[quantisation]
     if shape[-1] % block_size:
         raise WeightsError(f"{path}: tensor {name}: rows of {shape[-1]} do not divide into blocks of {block_size}")

@@ -113,6 +113,8 @@ def _stored(path: Path, name: str, entry: dict, data_start: int) -> StoredTensor
             raise WeightsError(f"{path}: tensor {name} is {encoding}: not built; {', '.join(_DTYPES)} are")
         return data.view(dtype).reshape(shape)
 
+    if not 0 <= start <= end:
+        raise WeightsError(f"{path}: tensor {name}: data_offsets {start} to {end} are no range")
     if dtype is not None and end - start != math.prod(shape) * dtype.itemsize:
         raise WeightsError(
             f"{path}: tensor {name}: {encoding}{list(shape)} needs {math.prod(shape) * dtype.itemsize} bytes, "

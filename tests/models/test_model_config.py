@@ -103,7 +103,11 @@ def test_a_gguf_without_head_is_tied():
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"num_key_value_heads": 4}, "6 heads cannot share 4 kv heads"),
         ({"head_dim": 15}, "head_dim = 15"),
-        ({"num_hidden_layers": 0}, "num_layers = 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
+        ({"num_attention_heads": "6"}, "num_attention_heads = '6'"),
+        ({"rms_norm_eps": None}, "rms_norm_eps = None"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear'"),
+        ({"eos_token_id": ["</s>"]}, "eos_token_id = "),
     ],
 )
 def test_hf_refusals_name_the_setting(settings, named):
@@ -121,6 +125,7 @@ def test_hf_refusals_name_the_setting(settings, named):
         ({"llama.attention.value_length": 32}, "llama.attention.value_length = 32"),
         ({"llama.attention.head_count_kv": [2, 1]}, "differ by layer"),
         ({"llama.block_count": None}, "llama.block_count is missing"),
+        ({"llama.block_count": [2]}, r"llama.block_count = \[2\]"),
     ],
 )
 def test_gguf_refusals_name_the_key(fields, named):

@@ -4,8 +4,11 @@ import gguf
 import numpy as np
 import pytest
 
+from jserve.models.config import ModelError
+from jserve.weights.checkpoint import open_checkpoint
 from jserve.weights.errors import WeightsError
 from jserve.weights.gguf import as_hf, read_gguf
+from tests.support.tiny_models import random_gguf
 
 
 def write(path, tensors=(), fields=()):
@@ -110,3 +113,22 @@ def test_one_of_several_splits_is_refused(tmp_path):
     path = write(tmp_path / "m.gguf", [("w", np.ones((1, 1), np.float32), None)], [("add_uint16", "split.count", 3)])
     with pytest.raises(WeightsError, match="one of 3 splits"):
         read_gguf(path)
+
+
+def test_no_damaged_byte_of_a_header_ends_in_anything_but_a_model_error(tmp_path):
+    """300 seeded places in the metadata and the list of tensors; the file then opens, or says what is wrong."""
+    path = random_gguf(tmp_path / "m.gguf")
+    whole = path.read_bytes()
+    header_bytes = read_gguf(path).header_bytes
+    rng = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        data[rng.integers(header_bytes)] = rng.integers(256)
+        path.write_bytes(data)
+        try:
+            open_checkpoint(path)
+        except ModelError as error:
+            refused += 1
+            assert str(path) in str(error)
+    assert refused > 20
