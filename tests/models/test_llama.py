@@ -118,7 +118,8 @@ def test_the_first_token_moves_the_last_logits(random_model):
     assert np.abs(before - after).max() > 1e-2
 
 
-def test_chunks_and_decodes_of_two_sequences_equal_each_whole_sequence(random_model):
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_chunks_and_decodes_of_two_sequences_equal_each_whole_sequence(random_model, implementation):
     """Sequence A: 9 tokens in steps of 5, 3, 1; B: 7 tokens in steps of 1, 4, 2. Shuffled blocks, padded steps."""
     config, params = random_model.config, random_model.params
     rng = np.random.default_rng(1)
@@ -127,7 +128,7 @@ def test_chunks_and_decodes_of_two_sequences_equal_each_whole_sequence(random_mo
     # Garbage in unwritten blocks must not matter; finite, for masked attention multiplies it by 0.
     pools = (jnp.full_like(pool_layout.allocate(config.num_layers, 8), 1e3),)
     tables = {"a": [5, 2, 7], "b": [3, 6, 0]}
-    plan = AttentionPlan("reference", (pool_layout,))
+    plan = AttentionPlan(implementation, (pool_layout,))
     step_of = jax.jit(llama.forward, static_argnums=(1, 4), donate_argnums=2)
     rows = {"a": [], "b": []}
     for step in ([("b", 0, 1), ("a", 0, 5)], [("a", 5, 8), ("b", 1, 5)], [("a", 8, 9), ("b", 5, 7)]):  # decodes first
@@ -155,17 +156,20 @@ def test_chunks_and_decodes_of_two_sequences_equal_each_whole_sequence(random_mo
 
 
 def test_the_pool_is_written_in_place(random_model):
+    """Donated, aliased, and no copy of it among the temporaries."""
     config, params = random_model.config, random_model.params
     pool_layout = layout("cpu", config.num_kv_heads, config.head_dim, 32, "float32")
-    pool = pool_layout.allocate(config.num_layers, 64)
+    pool = pool_layout.allocate(config.num_layers, 256)
     batch = RaggedBatch(
         jnp.ones((4, 2), jnp.int32), jnp.ones(4, jnp.int32), jnp.arange(5, dtype=jnp.int32), jnp.int32(4)
     )
     inputs = ForwardInputs(jnp.zeros(4, jnp.int32), jnp.zeros(4, jnp.int32), (batch,))
     step = jax.jit(llama.forward, static_argnums=(1, 4), donate_argnums=2)
-    plan = AttentionPlan("reference", (pool_layout,))
-    memory = step.lower(params, config, (pool,), inputs, plan).compile().memory_analysis()
-    assert memory.alias_size_in_bytes >= pool.nbytes
+    for decode_only in (False, True):
+        plan = AttentionPlan("xla", (pool_layout,), decode_only)
+        memory = step.lower(params, config, (pool,), inputs, plan).compile().memory_analysis()
+        assert memory.alias_size_in_bytes >= pool.nbytes
+        assert memory.temp_size_in_bytes < pool.nbytes / 4
 
 
 def test_logits_are_float32_in_a_bfloat16_model(tmp_path):
