@@ -11,6 +11,9 @@ from jserve.config import Config
 
 BUILD_THREAD = "jserve-build"
 
+ONE_STREAM_TOKEN_BUCKETS = (16, 128)
+"""Besides the whole budget: enough for one prompt at a time, and a start compiles a fraction of a server's shapes."""
+
 
 async def start_engine(config: Config, report):
     """The engine of `config`, ready, its model fetched where needed.
@@ -28,6 +31,17 @@ async def start_engine(config: Config, report):
         return build_engine(with_model_on_disk(config, report.line), report)
 
     return await _in_daemon_thread(build, BUILD_THREAD)
+
+
+def for_one_stream(config: Config, num_outputs: int = 1) -> Config:
+    """The config of an engine that serves one request at a time: few shapes, so that it starts fast."""
+    if config.scheduler.max_num_seqs is None:
+        config = config.replace("scheduler", max_num_seqs=max(1, num_outputs))
+    budget = config.scheduler.max_num_batched_tokens
+    if config.compile.token_buckets is None:
+        buckets = tuple(size for size in ONE_STREAM_TOKEN_BUCKETS if budget is None or size <= budget)
+        config = config.replace("compile", token_buckets=buckets)
+    return config
 
 
 def most_in_flight(engine, max_waiting: int) -> int:

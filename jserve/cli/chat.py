@@ -12,7 +12,7 @@ from jserve.cli.flags import add_config_flags, config_from
 from jserve.cli.progress import StartReport
 from jserve.cli.sampling_flags import add_sampling_flags, sampling_params
 from jserve.config import Config
-from jserve.local_engine import start_engine
+from jserve.local_engine import for_one_stream, start_engine
 from jserve.loop_thread import LoopThread
 from jserve.request import FinishReason, GenerateRequest, GenerateUpdate, Message, RequestError, SamplingParams
 
@@ -114,7 +114,7 @@ def _local(config: Config) -> Iterator[tuple[str, Generate]]:
     thread = LoopThread("jserve-chat")
     report = StartReport()
     try:
-        engine = thread.run(start_engine(config, report))
+        engine = thread.run(start_engine(for_one_stream(config), report))
         try:
             yield engine.info.name, lambda request: thread.iterate(engine.generate(request))
         finally:

@@ -12,7 +12,7 @@ from jserve.cli.flags import add_config_flags, config_from
 from jserve.cli.progress import StartReport
 from jserve.cli.sampling_flags import add_sampling_flags, sampling_params
 from jserve.config import Config
-from jserve.local_engine import start_engine
+from jserve.local_engine import for_one_stream, start_engine
 from jserve.request import GenerateRequest, GenerateUpdate, Message
 from jserve.results import RequestOutput, collect
 
@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
         request = GenerateRequest(messages=[Message("user", prompt)], sampling_params=params)
     else:
         request = GenerateRequest(prompt=prompt, sampling_params=params)
-    report = StartReport(quiet=arguments.quiet)
-    return asyncio.run(_generate(config_from(arguments), request, report, as_json=arguments.json))
+    config = for_one_stream(config_from(arguments), arguments.n or 1)
+    return asyncio.run(_generate(config, request, StartReport(quiet=arguments.quiet), as_json=arguments.json))
 
 
 async def _generate(config: Config, request: GenerateRequest, report: StartReport, as_json: bool) -> int:

@@ -54,7 +54,8 @@ class StartReport:
                 self._draw(phase, done, total)
             elif done >= total or now - max(self._last_line, began) >= LINE_EVERY_S:
                 self._last_line = now
-                print(f"{phase}: {done}/{total} ({now - began:.1f} s)", file=self._stream, flush=True)
+                amounts = f"{_amount(done)}/" if done < total else ""
+                print(f"{phase}: {amounts}{_amount(total)} in {now - began:.1f} s", file=self._stream, flush=True)
 
     def close(self) -> None:
         """Takes the bar away; lines after it are plain again."""
@@ -64,18 +65,29 @@ class StartReport:
     def _draw(self, phase: str, done: int, total: int) -> None:
         if self._bar is None:
             from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[so_far]}"),
+                TimeElapsedColumn(),
+            )
             self._bar = Progress(*columns, console=Console(file=self._stream), transient=True)
-            self._task = self._bar.add_task(phase, total=total)
+            self._task = self._bar.add_task(phase, total=total, so_far="")
             self._bar.start()
-        self._bar.update(self._task, description=phase, completed=done, total=total)
+        so_far = f"{_amount(done)}/{_amount(total)}"
+        self._bar.update(self._task, description=phase, completed=done, total=total, so_far=so_far)
         if done >= total:
             self._stop_bar()
-            print(f"{phase}: {total} in {self.seconds[phase]:.1f} s", file=self._stream, flush=True)
+            print(f"{phase}: {_amount(total)} in {self.seconds[phase]:.1f} s", file=self._stream, flush=True)
 
     def _stop_bar(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def _amount(count: int) -> str:
+    """A count as it is; what can only be bytes in MB."""
+    return str(count) if count < 10_000_000 else f"{count / 1e6:,.0f} MB"

@@ -62,6 +62,15 @@ def test_flags_reach_the_engine(engine):
     assert engine.config.model.path == "m.gguf" and engine.config.scheduler.overlap is False
 
 
+def test_one_stream_needs_few_shapes_unless_told_otherwise(engine):
+    cli.main(["generate", "hello", "-n", "3"])
+    assert engine.config.scheduler.max_num_seqs == 3 and engine.config.compile.token_buckets == (16, 128)
+    cli.main(["generate", "hello", "--max-num-seqs", "8", "--max-num-batched-tokens", "64"])
+    assert engine.config.scheduler.max_num_seqs == 8 and engine.config.compile.token_buckets == (16,)
+    cli.main(["generate", "hello", "--compile.token_buckets", "32"])
+    assert engine.config.compile.token_buckets == (32,)
+
+
 def test_no_prompt_at_a_terminal_is_bad_usage(monkeypatch, capsys):
     terminal = io.StringIO()
     terminal.isatty = lambda: True

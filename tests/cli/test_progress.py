@@ -16,7 +16,15 @@ def test_a_pipe_gets_lines_only():
         report.progress("compile", done, 3)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "weights: 1 GiB"
-    assert len(lines) == 2 and lines[1].startswith("compile: 3/3 (")
+    assert len(lines) == 2 and lines[1].startswith("compile: 3 in ")
+
+
+def test_bytes_are_shown_as_such():
+    stream = io.StringIO()
+    report = StartReport(stream)
+    report.progress("load weights", 0, 538_060_032)
+    report.progress("load weights", 538_060_032, 538_060_032)
+    assert stream.getvalue().startswith("load weights: 538 MB in ")
 
 
 def test_a_terminal_gets_a_bar_and_a_line_for_each_finished_phase():

@@ -52,7 +52,7 @@ def start(repository_root):
 
 def test_the_start_is_told_and_ends_with_the_line_to_try(start):
     _, address, lines = start()
-    assert lines[0] == "weights: 1 GiB" and lines[1].startswith("compile: 1/1")
+    assert lines[0] == "weights: 1 GiB" and lines[1].startswith("compile: 1 in ")
     assert lines[-2].startswith("ready after ") and address in lines[-2]
     assert lines[-1] == f"try: jserve chat --address {address}"
     with Client(address) as client:

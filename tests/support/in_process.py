@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
 
+from jserve.engine.info import Loads
 from jserve.request import GenerateRequest, GenerateUpdate, invalid
-from tests.support.fake_engine import FakeEngine, FakeModelInfo, FakeTokenizer
+from tests.support.fake_engine import MODEL_INFO, FakeEngine, FakeTokenizer
 
 
 class ByteTokenizer(FakeTokenizer):
@@ -18,20 +18,13 @@ class ByteTokenizer(FakeTokenizer):
         return token_id == 256
 
 
-@dataclass(frozen=True)
-class Counters:
-    scheduled_tokens: int
-    padded_tokens: int
-    compiles_after_ready: int
-
-
 class InProcessEngine(FakeEngine):
     """Makes request ids, refuses the prompt `refuse me`, counts 3 padded tokens for each scheduled one."""
 
     def __init__(self, *, max_num_seqs: int = 4, **options):
         super().__init__(**options)
         self.tokenizer = ByteTokenizer()
-        self.info = dataclasses.replace(FakeModelInfo(), tokenizer=self.tokenizer, max_num_seqs=max_num_seqs)
+        self.info = dataclasses.replace(MODEL_INFO, tokenizer=self.tokenizer, max_num_seqs=max_num_seqs)
         self.most_open = 0
         self.closed = False
         self._numbers = itertools.count()
@@ -47,8 +40,10 @@ class InProcessEngine(FakeEngine):
     async def tokenize(self, text: str) -> list[int]:
         return self.tokenizer.encode(text, add_special=True)
 
-    def loads(self) -> Counters:
-        return Counters(self.generated_tokens, 3 * self.generated_tokens, 0)
+    def loads(self) -> Loads:
+        scheduled = self.generated_tokens
+        counted = {"scheduled_tokens": scheduled, "padded_tokens": 3 * scheduled, "compiles_after_ready": 0}
+        return dataclasses.replace(super().loads(), **counted)
 
     async def close(self) -> None:
         self.closed = True
