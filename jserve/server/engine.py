@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Protocol
 
+from prometheus_client import CollectorRegistry
+
 from jserve.config import Config
 from jserve.engine.info import Loads, ModelInfo
 from jserve.request import GenerateRequest, GenerateUpdate
@@ -14,6 +16,8 @@ class Engine(Protocol):
     info: ModelInfo
     config: Config
     """With every `auto` resolved."""
+    metrics_registry: CollectorRegistry
+    """What the metrics page shows."""
 
     @property
     def state(self) -> str:

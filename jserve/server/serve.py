@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from jserve.config import Config
 from jserve.server.app import Server
 from jserve.server.engine import Engine
+from jserve.server.metrics_page import metrics_page
 
 log = logging.getLogger(__name__)
 
@@ -41,10 +42,11 @@ async def serve(
             engine = await _unless_drained(server, asyncio.ensure_future(engine_factory()))
             if engine is None or not await _wait_until_ready(server, engine):
                 return 0
-            server.attach(engine)
-            on_ready(server)
-            exit_code = await _run(server, engine)
-            await server.finish_drain()
+            with metrics_page(config.server, engine):
+                server.attach(engine)
+                on_ready(server)
+                exit_code = await _run(server, engine)
+                await server.finish_drain()
             return exit_code
         finally:
             await server.stop()
