@@ -13,11 +13,12 @@ import numpy as np
 
 from jserve.kv.block_keys import HashBlock, hash_block as chain_hash
 from jserve.kv.block_tables import BlockTables
-from jserve.kv.groups import GroupSpec, combined_hit
-from jserve.kv.prefix_index import HashLookup, PrefixIndex, TreeLookup
+from jserve.kv.groups import GroupSpec
+from jserve.kv.integrity import table_violations
+from jserve.kv.lookups import HashLookup, Lookup, TreeLookup
+from jserve.kv.prefix_cache import PrefixCache
+from jserve.kv.prefix_index import PrefixIndex
 from jserve.kv.swap import HostSwap, SwappedBlocks
-
-_NEVER = np.iinfo(np.int64).max
 
 
 @dataclass(frozen=True)
@@ -46,31 +47,23 @@ class BlockManager:
         max_blocks_per_seq: int,
         prefix_cache: bool = True,
         root_key: bytes = b"",
-        hash_block: HashBlock = chain_hash,
-        index: str = "hash",
+        index: str = "radix",
+        hash_block: HashBlock | None = None,
         num_host_blocks: Sequence[int] | None = None,
     ):
-        """num_blocks: per group, the dead block included. root_key: all that changes KV (block_keys.root_key).
+        """num_blocks: per group, the dead block included. index: "radix" or "hash" (lookups says how they differ); only
+        the hash uses root_key, all that changes KV (block_keys.root_key), and hash_block, its hash function.
         num_host_blocks: host memory to swap to, per group, block 0 (never used) included; None: no swapping."""
         if len(groups) != len(num_blocks) or not groups:
             raise ValueError(f"{len(groups)} groups, but num_blocks for {len(num_blocks)}")
-        lookups = {"hash": lambda: HashLookup(root_key, block_size, hash_block), "radix": TreeLookup}
-        if index not in lookups:
-            raise ValueError(f"index is {index!r}, expected one of: {', '.join(lookups)}")
+        lookup = _make_lookup(index, root_key, block_size, hash_block)
         self.block_size = block_size
-        self._memory = BlockTables(
-            groups, num_blocks, block_size, num_slots, max_blocks_per_seq, on_evict=self._forget
-        )
-        self.tables = self._memory.tables
+        self._memory = BlockTables(groups, num_blocks, block_size, num_slots, max_blocks_per_seq)
+        self._cache = PrefixCache(self._memory, PrefixIndex(len(groups), block_size, lookup), num_slots, prefix_cache)
+        self._memory.on_evict = self._cache.forget
         self._swap = None if num_host_blocks is None else HostSwap(self._memory, num_host_blocks)
-        self._prefix_cache = prefix_cache
-        self._index = PrefixIndex(len(groups), block_size, lookups[index]())
-        self._node: list[int | None] = [None] * num_slots  # where each sequence stands in the index
-        self._num_registered = np.zeros(num_slots, np.int64)  # blocks from the start up to that node
-        self._next_border = np.full(num_slots, _NEVER)  # computed tokens from which commit registers again
-        self._has_duplicates = np.zeros(num_slots, bool)
-        self._swapped_nodes: list[int] = []  # held for sequences in host memory
-        self._num_queried_tokens = self._num_hit_tokens = self._num_evicted_blocks = self._num_duplicate_blocks = 0
+        self.tables = self._memory.tables
+        self._num_queried_tokens = self._num_hit_tokens = 0
 
     # What there is
 
@@ -103,44 +96,48 @@ class BlockManager:
         return CacheStats(
             self._num_queried_tokens,
             self._num_hit_tokens,
-            self._num_evicted_blocks,
-            self._num_duplicate_blocks,
+            self._cache.num_evicted_blocks,
+            self._cache.num_duplicate_blocks,
             self._memory.num_copied_blocks,
         )
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether one sequence of num_tokens can be held at all, alone in the pool."""
-        return self._memory.fits(num_tokens)
+    @property
+    def num_saved_blocks(self) -> int:
+        """Blocks that the running sequences would need on top of the used ones if nothing were shared."""
+        return self._memory.num_entries - self.num_used_blocks
+
+    def fits(self, num_tokens: int, step_tokens: int | None = None) -> bool:
+        """Whether one sequence of num_tokens can be held at all, alone in the pool. step_tokens: it grows by so many
+        at a time, release_behind_window between, so that a window group never holds all of it."""
+        return self._memory.fits(num_tokens, step_tokens)
 
     # One sequence's life
 
     def match(self, tokens: np.ndarray, salt: bytes = b"") -> int:
         """Tokens that admit would take from the cache now. Takes nothing, counts nothing."""
-        if not self._prefix_cache:
-            return 0
-        root = self._index.root(salt)
-        _, num_hit = self._find_prefix(root, tokens)
-        self._index.drop(root)
-        return num_hit * self.block_size
+        return self._cache.find(tokens, salt).shape[1] * self.block_size
 
     def can_admit(
-        self, tokens: np.ndarray, *, salt: bytes = b"", use_cache: bool = True, headroom: int = 0
+        self,
+        tokens: np.ndarray,
+        *,
+        salt: bytes = b"",
+        use_cache: bool = True,
+        headroom: int = 0,
+        step_tokens: int | None = None,
     ) -> bool:
-        """Whether admit and then grow to len(tokens) would succeed and leave `headroom` blocks available."""
-        num_needed = -(-len(tokens) // self.block_size) + headroom
-        num_shareable = self._num_shareable(tokens) if self._prefix_cache and use_cache else 0
-        if num_needed - num_shareable > self.num_available_blocks:
-            return False  # even if all that can be cached is, and in use
-        if num_shareable == 0:
-            return True
-        root = self._index.root(salt)
-        nodes, num_hit = self._find_prefix(root, tokens)
-        num_revived = self._memory.num_cached_among(self._index.blocks(nodes[:num_hit]))
-        self._index.drop(root)
-        return all(
-            num_needed - num_hit + revived <= pool.num_available
-            for pool, revived in zip(self._memory.pools, num_revived)
-        )
+        """Whether admit and grow would work now and leave `headroom` blocks to hand out; grow to len(tokens), or by
+        step_tokens where given."""
+        num_blocks = -(-len(tokens) // self.block_size)
+        num_first = num_blocks if step_tokens is None else min(-(-step_tokens // self.block_size), num_blocks)
+        num_to_spare = self.num_available_blocks - headroom
+        if num_blocks <= num_to_spare:
+            return True  # also without a hit
+        if not use_cache or min(num_blocks - self._cache.num_shareable(tokens), num_first) > num_to_spare:
+            return num_first <= num_to_spare
+        found = self._cache.find(tokens, salt)
+        num_new = min(num_blocks - found.shape[1], num_first)
+        return num_new <= self._memory.num_available_after_adopting(found) - headroom
 
     def admit(self, slot: int, tokens: np.ndarray, *, salt: bytes = b"", use_cache: bool = True) -> int:
         """Starts a sequence in an empty slot with the cached part of `tokens` (i32, all known tokens); returns the
@@ -149,43 +146,11 @@ class BlockManager:
         use_cache=False reads nothing from the cache; what the sequence computes becomes findable all the same.
         """
         self._memory.occupy(slot)
-        if not self._prefix_cache:
-            return 0
-        node = self._index.root(salt)
-        num_hit = 0
+        num_cached = self._cache.enter(slot, tokens, salt, use_cache) * self.block_size
         if use_cache:
-            nodes, num_hit = self._find_prefix(node, tokens)
             self._num_queried_tokens += len(tokens)
-            self._num_hit_tokens += num_hit * self.block_size
-        if num_hit:
-            self._memory.adopt(slot, self._index.blocks(nodes[:num_hit]))
-            self._index.hold(nodes[num_hit - 1])
-            self._index.drop(node)
-            node = nodes[num_hit - 1]
-        self._stand(slot, node, num_hit)
-        return num_hit * self.block_size
-
-    def fits(self, num_tokens: int) -> bool:
-        """Whether one sequence of that many tokens, alone, can ever be held."""
-        num_blocks = -(-num_tokens // self.block_size)
-        return num_blocks <= min(self._memory.max_blocks_per_seq, *(pool.num_usable for pool in self._memory.pools))
-
-    def can_admit(
-        self, tokens: np.ndarray, *, salt: bytes = b"", use_cache: bool = True, headroom: int = 0
-    ) -> bool:
-        """Whether admit and grow to len(tokens) would work now and leave `headroom` blocks to hand out."""
-        num_blocks = -(-len(tokens) // self.block_size)
-        if num_blocks + headroom <= self.num_available_blocks:
-            return True  # also without a hit
-        if not (use_cache and self._prefix_cache):
-            return False
-        root = self._index.root(salt)
-        nodes, num_hit = self._find_prefix(root, tokens)
-        blocks = self._index.blocks(nodes[:num_hit])
-        self._index.drop(root)
-        # A hit that another sequence holds costs nothing; one that nobody holds is taken out of what is available.
-        held = [np.count_nonzero(pool.num_owners[blocks[group]] > 0) for group, pool in enumerate(self._memory.pools)]
-        return all(num_blocks - held + headroom <= pool.num_available for held, pool in zip(held, self._memory.pools))
+            self._num_hit_tokens += num_cached
+        return num_cached
 
     def num_new_blocks(self, slot: int, num_tokens: int) -> int:
         """Blocks that grow would take from each group's pool: new ones, and the copy of a shared last block."""
@@ -206,8 +171,8 @@ class BlockManager:
         return self._memory.grow_each(slots, num_tokens)
 
     def take_copies(self) -> list[tuple[int, int, int]]:
-        """(group, source, destination) block copies to run before the next step's writes, in any order or all at
-        once: no destination is a source of another, and none occurs twice."""
+        """(group, source, destination) block copies to run before the next step's writes: in this order, or all at
+        once, every source read before any destination is written. No destination occurs twice."""
         return self._memory.take_copies()
 
     def commit(self, slot: int, tokens: np.ndarray, num_computed: int) -> None:
@@ -216,31 +181,23 @@ class BlockManager:
         Where a prefix is registered already its first block stays the findable one; the sequence keeps its own.
         """
         self._memory.num_computed[slot] = num_computed
-        if num_computed >= self._next_border[slot]:
-            self._register(slot, tokens, num_computed)
+        if num_computed >= self._cache.next_border[slot]:
+            self._cache.register(slot, tokens, num_computed)
 
     def commit_each(
         self, slots: np.ndarray, tokens: Sequence[np.ndarray] | Mapping[int, np.ndarray], num_computed: np.ndarray
     ) -> None:
         """commit for each slot; tokens[slot] are that slot's (a 2-D array, or any sequence or dict of rows)."""
         self._memory.num_computed[slots] = num_computed
-        for place in np.flatnonzero(num_computed >= self._next_border[slots]).tolist():
+        for place in np.flatnonzero(num_computed >= self._cache.next_border[slots]).tolist():
             slot = int(slots[place])
-            self._register(slot, tokens[slot], int(num_computed[place]))
+            self._cache.register(slot, tokens[slot], int(num_computed[place]))
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         """Starts a sequence in the empty slot `child` that shares the blocks of the parent's first num_tokens
         computed tokens. Costs no block; a partial last block is copied when one of its owners grows."""
         self._memory.fork(parent, child, num_tokens)
-        node = self._node[parent]
-        if node is None:
-            return
-        num_registered = min(int(self._num_registered[parent]), num_tokens // self.block_size)
-        for _ in range(int(self._num_registered[parent]) - num_registered):
-            node = self._index.parent(node)
-        self._index.hold(node)
-        self._stand(child, node, num_registered)
-        self._has_duplicates[child] = self._has_duplicates[parent]
+        self._cache.fork(parent, child, num_tokens)
 
     def release_behind_window(self, slots: np.ndarray, num_computed: np.ndarray) -> None:
         """Gives back blocks that no query at position num_computed or later can see; their table entries become 0.
@@ -249,32 +206,19 @@ class BlockManager:
 
     def free(self, slot: int) -> None:
         """Ends the sequence. Its findable blocks stay so until reused, the tail of a chain before its head."""
-        node = self._node[slot]
-        if node is not None:
-            if self._has_duplicates[slot]:
-                self._offer_duplicates(slot, node)
-            self._index.drop(node)
+        self._cache.leave(slot)
         self._memory.free(slot)
-        self._node[slot] = None
-        self._num_registered[slot] = 0
-        self._next_border[slot] = _NEVER
-        self._has_duplicates[slot] = False
 
-    # Host memory. Order on the device: saves, loads, copies, then the step.
+    # Host memory. Order on the device: saves, block copies, loads, then the step.
 
     def swap_out(self, slots: Sequence[int]) -> SwappedBlocks | None:
         """Moves sequences to host memory and frees their slots; what they share is saved once. None, and nothing
         changed, where the host has no room, no swapping is configured, or they were swapped in since the last step."""
         if self._swap is None:
             return None
-        standing = [(self._node[slot], int(self._num_registered[slot])) for slot in slots]
-        swapped = self._swap.save(slots, standing)
-        if swapped is None:
+        if not self._swap.can_save(slots):
             return None
-        for node, _ in standing:
-            if node is not None:
-                self._index.hold(node)
-                self._swapped_nodes.append(node)
+        swapped = self._swap.save(slots, [self._cache.hold_standing(slot) for slot in slots])
         for slot in slots:
             self.free(slot)
         return swapped
@@ -282,44 +226,30 @@ class BlockManager:
     def swap_in(self, slots: Sequence[int], swapped: SwappedBlocks) -> bool:
         """Brings the sequences back into empty slots, in the order they left; all or nothing. Blocks that the prefix
         cache still finds are shared, the others loaded. The host blocks stay taken until release_swapped."""
-        chains = [self._index.path(row.node, row.num_registered) for row in swapped.rows]
-        if not self._swap.restore(slots, swapped, [self._index.blocks(chain) for chain in chains]):
+        resident = [self._cache.resident_blocks(row.standing) for row in swapped.rows]
+        if not self._swap.restore(slots, swapped, resident):
             return False
         for slot, row in zip(slots, swapped.rows):
-            if row.node is not None:
-                self._index.hold(row.node)
-                self._stand(slot, row.node, row.num_registered)
-                self._has_duplicates[slot] = True
-                self._offer_duplicates(slot, row.node)
+            self._cache.resume(slot, row.standing)
         return True
 
     def release_swapped(self, swapped: SwappedBlocks) -> None:
         """Gives up the host blocks: after an abort, or once the loads of swap_in have run. Once each."""
         self._swap.release(swapped)
         for row in swapped.rows:
-            if row.node is not None:
-                self._swapped_nodes.remove(row.node)
-                self._index.drop(row.node)
+            self._cache.drop_standing(row.standing)
 
     def take_saves(self) -> list[tuple[int, int, int]]:
         """(group, device block, host block) copies to run first of all."""
         return [] if self._swap is None else self._swap.take_saves()
 
     def take_loads(self) -> list[tuple[int, int, int]]:
-        """(group, host block, device block) copies to run after the saves and before the block copies."""
+        """(group, host block, device block) copies to run after the block copies. No destination occurs twice."""
         return self._memory.take_loads()
 
     def flush(self) -> int:
         """Forgets what is cached and has no owner; returns how many blocks that were."""
-        self._index.forget_last_match()
-        num_forgotten = 0
-        for group, pool in enumerate(self._memory.pools):
-            blocks = pool.forget_cached()
-            self._memory.cancel_due(group, blocks)
-            num_forgotten += len(blocks)
-            for block in blocks:
-                self._index.evict(group, block)
-        return num_forgotten
+        return self._cache.flush()
 
     def unused_blocks(self) -> tuple[np.ndarray, ...]:
         """Per group: blocks that hold nothing. A debugging engine overwrites them after the copies of a step with a
@@ -328,66 +258,14 @@ class BlockManager:
 
     def check_integrity(self) -> list[str]:
         """Violated invariants in words; empty when sound. For tests and Control.CheckIntegrity: looks at everything."""
-        problems = self._memory.check() + self._index.check(
-            [node for node in self._node if node is not None] + self._swapped_nodes
-        )
-        for group, pool in enumerate(self._memory.pools):
-            if set(np.flatnonzero(pool.findable).tolist()) != set(self._index.findable_blocks(group)):
-                problems.append(f"group {group}: the findable blocks of pool and index differ")
-        return problems
+        return table_violations(self._memory) + self._cache.check()
 
-    # Prefix cache
 
-    def _num_shareable(self, tokens: np.ndarray) -> int:
-        """Full blocks that leave at least the last token to compute."""
-        return min(max(len(tokens) - 1, 0) // self.block_size, self._memory.max_blocks_per_seq)
-
-    def _find_prefix(self, root: int, tokens: np.ndarray) -> tuple[list[int], int]:
-        nodes = self._index.match(root, tokens, self._num_shareable(tokens))
-        return nodes, combined_hit(self._index.blocks(nodes) != 0, self._memory.groups, self.block_size)
-
-    def _stand(self, slot: int, node: int, num_registered: int) -> None:
-        """The slot holds `node`, num_registered blocks from the root."""
-        self._node[slot] = node
-        self._num_registered[slot] = num_registered
-        self._next_border[slot] = (num_registered + 1) * self.block_size
-
-    def _register(self, slot: int, tokens: np.ndarray, num_computed: int) -> None:
-        start = node = self._node[slot]
-        first, last = int(self._num_registered[slot]), num_computed // self.block_size
-        size = 4 * self.block_size
-        data = np.ascontiguousarray(tokens[first * self.block_size : last * self.block_size], np.int32).tobytes()
-        block_rows = np.stack([table[slot, first:last] for table in self.tables], axis=1).tolist()
-        collided = False
-        for place, blocks in enumerate(block_rows):
-            registered = self._index.register(node, data[place * size : (place + 1) * size], blocks)
-            if registered is None:
-                collided = True
-                break
-            node, filled = registered
-            for group in filled:
-                self._memory.pools[group].findable[blocks[group]] = True
-            if len(filled) < len(blocks) - blocks.count(0):
-                self._has_duplicates[slot] = True
-                self._num_duplicate_blocks += 1
-        self._index.hold(node)
-        self._index.drop(start)
-        self._stand(slot, node, last)
-        if collided:  # what comes behind this block cannot be found; the sequence no longer takes part
-            self._index.drop(node)
-            self._node[slot] = None
-            self._num_registered[slot] = 0
-            self._next_border[slot] = _NEVER
-
-    def _offer_duplicates(self, slot: int, node: int | None) -> None:
-        """Makes the slot's own copies findable where the first ones are gone by now."""
-        for index in range(int(self._num_registered[slot]) - 1, -1, -1):
-            blocks = [int(table[slot, index]) for table in self.tables]
-            for group in self._index.fill(node, blocks):
-                self._memory.pools[group].findable[blocks[group]] = True
-            node = self._index.parent(node)
-
-    def _forget(self, group: int, blocks: list[int]) -> None:
-        self._num_evicted_blocks += len(blocks)
-        for block in blocks:
-            self._index.evict(group, block)
+def _make_lookup(index: str, root_key: bytes, block_size: int, hash_block: HashBlock | None) -> Lookup:
+    if index == "hash":
+        return HashLookup(root_key, block_size, hash_block or chain_hash)
+    if index != "radix":
+        raise ValueError(f"index is {index!r}, expected 'radix' or 'hash'")
+    if hash_block is not None:
+        raise ValueError("hash_block is given, but index 'radix' hashes nothing")
+    return TreeLookup()

@@ -103,28 +103,9 @@ class BlockPool:
     def free_blocks(self) -> np.ndarray:
         return self._free[: self._num_free].copy()
 
-    def check(self) -> list[str]:
-        """Violations of the class invariant, in words."""
-        problems = []
-        free = self._free[: self._num_free]
-        cached = np.fromiter(self._cached, np.int32, len(self._cached))
-        states = np.bincount(free, minlength=self.num_blocks) + np.bincount(cached, minlength=self.num_blocks)
-        states += self.num_owners > 0
-        states[DEAD_BLOCK] += 1
-        for block in np.flatnonzero(states != 1).tolist():
-            problems.append(f"block {block} is in {states[block]} of the states used, cached, free")
-        if (self.num_owners < 0).any():
-            problems.append(f"negative owners: blocks {np.flatnonzero(self.num_owners < 0).tolist()}")
-        if self.findable[free].any() or self.findable[DEAD_BLOCK]:
-            problems.append("a free block is findable")
-        if not self.findable[cached].all():
-            problems.append("a cached block is not findable")
-        if self.num_free + self.num_cached + int((self.num_owners > 0).sum()) != self.num_usable:
-            problems.append(
-                f"free {self.num_free} + cached {self.num_cached} + used {int((self.num_owners > 0).sum())} "
-                f"!= total {self.num_usable}"
-            )
-        return problems
+    def cached_blocks(self) -> np.ndarray:
+        """Least recently used first."""
+        return np.fromiter(self._cached, np.int32, len(self._cached))
 
     def _push_free(self, blocks: np.ndarray) -> None:
         self._free[self._num_free : self._num_free + len(blocks)] = blocks

@@ -25,9 +25,7 @@ class BlockTables:
         block_size: int,
         num_slots: int,
         max_blocks_per_seq: int,
-        on_evict: Callable[[int, list[int]], None],
     ):
-        """on_evict(group, blocks) hears of cached blocks that were handed out to somebody else."""
         self.groups = tuple(groups)
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
@@ -40,7 +38,8 @@ class BlockTables:
         self.shared_last = np.full(num_slots, -1, np.int64)  # index of a partial block shared by a fork, or -1
         self._copies: dict[tuple[int, int], int] = {}  # (group, destination) -> source
         self._loads: dict[tuple[int, int], int] = {}  # (group, destination) -> host block
-        self._on_evict = on_evict
+        self.on_evict: Callable[[int, list[int]], None] = lambda group, blocks: None
+        """Hears of cached blocks that were handed out to somebody else."""
         self.num_copied_blocks = 0
 
     @property
@@ -48,18 +47,26 @@ class BlockTables:
         """Blocks that every group can still hand out, free or cached."""
         return min(pool.num_available for pool in self.pools)
 
-    def fits(self, num_tokens: int) -> bool:
-        count = -(-num_tokens // self.block_size)
-        return count <= min(self.max_blocks_per_seq, *(pool.num_usable for pool in self.pools))
+    @property
+    def num_entries(self) -> int:
+        """Table entries that name a block."""
+        return int(self.num_blocks.sum()) * len(self.groups) - int(self.num_behind.sum())
 
-    def num_cached_among(self, blocks: np.ndarray) -> list[int]:
-        """Per group: how many of the blocks that adopt would take (i32[groups, n]) are available to others now."""
+    def fits(self, num_tokens: int, step_tokens: int | None) -> bool:
+        count = -(-num_tokens // self.block_size)
+        return count <= self.max_blocks_per_seq and all(
+            min(count, spec.num_blocks_held(step_tokens, self.block_size) or count) <= pool.num_usable
+            for spec, pool in zip(self.groups, self.pools)
+        )
+
+    def num_available_after_adopting(self, blocks: np.ndarray) -> int:
+        """num_available, less those of `blocks` (i32[groups, n]) that nobody owns yet."""
         num_tokens = blocks.shape[1] * self.block_size
         counts = []
         for group, (pool, spec) in enumerate(zip(self.pools, self.groups)):
             taken = blocks[group, int(spec.num_blocks_behind(num_tokens, self.block_size)) :]
-            counts.append(int(np.count_nonzero(pool.num_owners[taken] == 0)))
-        return counts
+            counts.append(pool.num_available - int(np.count_nonzero(pool.num_owners[taken] == 0)))
+        return min(counts)
 
     def occupy(self, slot: int) -> None:
         if self.live[slot]:
@@ -178,6 +185,10 @@ class BlockTables:
         """One owner less, that was no table entry."""
         self._release(group, blocks)
 
+    def due_blocks(self, group: int) -> list[int]:
+        """Blocks that a copy or a load has yet to fill."""
+        return [block for due in (self._copies, self._loads) for of_group, block in due if of_group == group]
+
     def take_loads(self) -> list[tuple[int, int, int]]:
         loads = [(group, host_block, block) for (group, block), host_block in self._loads.items()]
         self._loads.clear()
@@ -213,32 +224,6 @@ class BlockTables:
         self.num_behind[:, slot] = 0
         self.shared_last[slot] = -1
 
-    def check(self) -> list[str]:
-        """Violations of the class invariant and of the pools', in words. Costs a look at every table entry."""
-        problems = []
-        columns = np.arange(self.max_blocks_per_seq)
-        for group, (table, pool) in enumerate(zip(self.tables, self.pools)):
-            in_use = (columns >= self.num_behind[group, :, None]) & (columns < self.num_blocks[:, None])
-            owners = np.bincount(table[in_use], minlength=pool.num_blocks)
-            # Entries that may still be written: from the first block that is not full on.
-            writable = in_use & (columns >= (self.num_computed // self.block_size)[:, None])
-            writable &= columns != self.shared_last[:, None]
-            exposed = writable & ((pool.num_owners[table] > 1) | pool.findable[table])
-            violations = {
-                "blocks whose owners differ from the table entries": owners != pool.num_owners,
-                "slots with the dead block in a used entry": (in_use & (table == DEAD_BLOCK)).any(axis=1),
-                "slots with a block in an unused entry": (~in_use & (table != DEAD_BLOCK)).any(axis=1),
-                "empty slots with blocks": ~self.live & (self.num_blocks > 0),
-                "slots that may write a shared or findable block": exposed.any(axis=1),
-            }
-            found = [f"{what}: {np.flatnonzero(where)[:8].tolist()}" for what, where in violations.items() if where.any()]
-            problems += [f"group {group}: {text}" for text in found + pool.check()]
-        for what, due in (("copy", self._copies), ("load", self._loads)):
-            for group, destination in due:
-                if self.pools[group].num_owners[destination] < 1 and not self.pools[group].findable[destination]:
-                    problems.append(f"group {group}: a {what} into block {destination}, which is free")
-        return problems
-
     def _num_missing(self, slot: int, num_tokens: int) -> int:
         return max(-(-num_tokens // self.block_size) - int(self.num_blocks[slot]), 0)
 
@@ -261,7 +246,10 @@ class BlockTables:
             source = int(self.tables[group][slot, index])
             destination = int(self._allocate(group, 1)[0])
             self.tables[group][slot, index] = destination
-            self._copies[group, destination] = self.content_of(group, source)
+            if (host_block := self._loads.get((group, source))) is not None:
+                self._loads[group, destination] = host_block
+            else:
+                self._copies[group, destination] = self.content_of(group, source)
             self._release(group, np.array([source], np.int32))
             self.num_copied_blocks += 1
         self.shared_last[slot] = -1
@@ -282,7 +270,7 @@ class BlockTables:
         blocks, evicted = self.pools[group].allocate(count)
         if evicted:
             self.cancel_due(group, evicted)
-            self._on_evict(group, evicted)
+            self.on_evict(group, evicted)
         return blocks
 
     def _release(self, group: int, blocks: np.ndarray) -> None:

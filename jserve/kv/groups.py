@@ -32,6 +32,12 @@ class GroupSpec:
             return num_computed * 0
         return np.maximum(num_computed - self.window + 1, 0) // block_size
 
+    def num_blocks_held(self, step_tokens: int | None, block_size: int) -> int | None:
+        """Most blocks that a sequence holds at once when it grows by step_tokens; None: all of its blocks."""
+        if self.window is None or step_tokens is None:
+            return None
+        return -(-(self.window - 1 + step_tokens) // block_size) + 1
+
 
 def combined_hit(cached: np.ndarray, groups: tuple[GroupSpec, ...], block_size: int) -> int:
     """The longest prefix, in blocks, that every group can take from the cache.

@@ -2,7 +2,7 @@
 
 A tree with one node per block-sized piece of a prefix. A node names the block that holds it in each layer group (or
 none: a node stays as long as something below it is cached, or a running sequence stands on it). How a child is found
-is a lookup of its own: by chained hash here, by exact tokens in tree_lookup.
+is a lookup of its own, by chained hash or by exact tokens (lookups).
 """
 
 from __future__ import annotations
@@ -10,26 +10,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from jserve.kv.block_keys import HashBlock, chain_start
+from jserve.kv.lookups import Lookup
 
 NO_BLOCK = 0
 """A group that holds no block for a node (the dead block's id)."""
-
-
-class Lookup(Protocol):
-    """Finds the child of a node by its tokens; exact: never a node with other tokens or another parent."""
-
-    def add_root(self, root: int, salt: bytes) -> None: ...
-    def find(self, parent: int, tokens: bytes) -> int | None: ...
-    def claim(self, parent: int, tokens: bytes, node: int) -> int | None:
-        """The child there is, or else `node`, which becomes it; None where it cannot be held beside the others."""
-        ...
-
-    def remove(self, parent: int, tokens: bytes, node: int) -> None: ...
 
 
 class PrefixIndex:
@@ -213,54 +200,3 @@ class _LastMatch:
     @property
     def deepest(self) -> int:
         return self.nodes[-1] if self.nodes else self.root
-
-
-class HashLookup:
-    """By the key of the chain up to and including the block. The stored tokens and parent decide, not the key."""
-
-    def __init__(self, root_key: bytes, block_size: int, hash_block: HashBlock):
-        self._root_key = root_key
-        self._block_size = block_size
-        self._hash_block = hash_block
-        self._key: dict[int, bytes] = {}
-        self._node: dict[bytes, tuple[int, int, bytes]] = {}  # key -> node, parent, tokens
-
-    def add_root(self, root: int, salt: bytes) -> None:
-        self._key[root] = chain_start(self._root_key, salt, self._block_size)
-
-    def find(self, parent: int, tokens: bytes) -> int | None:
-        known = self._node.get(self._hash_block(self._key[parent], tokens))
-        if known is None or known[1] != parent or known[2] != tokens:
-            return None
-        return known[0]
-
-    def claim(self, parent: int, tokens: bytes, node: int) -> int | None:
-        key = self._hash_block(self._key[parent], tokens)
-        known = self._node.get(key)
-        if known is not None:
-            return known[0] if known[1] == parent and known[2] == tokens else None
-        self._node[key] = node, parent, tokens
-        self._key[node] = key
-        return node
-
-    def remove(self, parent: int, tokens: bytes, node: int) -> None:
-        del self._node[self._key.pop(node)]
-
-
-class TreeLookup:
-    """By parent and exact tokens: no hash of ours, nothing that can collide."""
-
-    def __init__(self) -> None:
-        self._node: dict[tuple[int, bytes], int] = {}
-
-    def add_root(self, root: int, salt: bytes) -> None:
-        pass
-
-    def find(self, parent: int, tokens: bytes) -> int | None:
-        return self._node.get((parent, tokens))
-
-    def claim(self, parent: int, tokens: bytes, node: int) -> int | None:
-        return self._node.setdefault((parent, tokens), node)
-
-    def remove(self, parent: int, tokens: bytes, node: int) -> None:
-        del self._node[parent, tokens]

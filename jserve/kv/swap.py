@@ -1,7 +1,7 @@
 """Bookkeeping of sequences that wait in host memory: which host block holds what, and which copies are due.
 
 A swapped group of sequences keeps its sharing: a block that several of them name is saved once and comes back once.
-Knows ids only; whoever moves the bytes runs `saves`, then `loads`, then the block copies, then the next step.
+Knows ids only; whoever moves the bytes runs the saves, then the block copies, then the loads, then the next step.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 
 from jserve.kv.block_pool import BlockPool
 from jserve.kv.block_tables import BlockTables
+from jserve.kv.prefix_cache import Standing
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,8 @@ class SwappedRow:
     num_blocks: int
     num_computed: int
     shared_last: int
-    node: int | None
-    """Where the sequence stands in the prefix index, num_registered blocks from the root; held until released."""
-    num_registered: int
+    standing: Standing
+    """In the prefix index; held until released."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,25 @@ class HostSwap:
         self._memory = memory
         self._saves: dict[tuple[int, int], int] = {}  # (group, host block) -> device block
 
-    def save(self, slots: Sequence[int], standing: Sequence[tuple[int | None, int]]) -> SwappedBlocks | None:
-        """Host blocks for all that `slots` name; the slots keep their device blocks. standing: node and
-        num_registered of each. None where the host has no room, or a block has not arrived from there yet."""
+    def can_save(self, slots: Sequence[int]) -> bool:
+        """Whether the host has room, and all that `slots` name has arrived from there."""
+        return all(
+            len(blocks) <= pool.num_available and not self._memory.awaits_load(group, blocks)
+            for group, (pool, blocks) in enumerate(zip(self.pools, self._distinct_blocks(slots)))
+        )
+
+    def save(self, slots: Sequence[int], standing: Sequence[Standing]) -> SwappedBlocks:
+        """Host blocks for all that `slots` name; the slots keep their device blocks. standing: of each slot, in the
+        prefix index."""
         memory = self._memory
-        entries = [[memory.entries(group, slot) for slot in slots] for group in range(len(self.pools))]
-        distinct = [np.unique(np.concatenate(rows)) for rows in entries]
-        for group, (pool, blocks) in enumerate(zip(self.pools, distinct)):
-            if len(blocks) > pool.num_available or memory.awaits_load(group, blocks):
-                return None
+        distinct = self._distinct_blocks(slots)
         host_rows: list[list[np.ndarray]] = []
         for group, blocks in enumerate(distinct):
             host_blocks, _ = self.pools[group].allocate(len(blocks))
             for block, host_block in zip(blocks.tolist(), host_blocks.tolist()):
                 self._saves[group, host_block] = memory.content_of(group, block)
-            host_rows.append([host_blocks[np.searchsorted(blocks, row)] for row in entries[group]])
+            rows_of_group = (memory.entries(group, slot) for slot in slots)
+            host_rows.append([host_blocks[np.searchsorted(blocks, row)] for row in rows_of_group])
         rows = tuple(
             SwappedRow(
                 host_blocks=tuple(group_rows[place] for group_rows in host_rows),
@@ -69,8 +73,7 @@ class HostSwap:
                 num_blocks=int(memory.num_blocks[slot]),
                 num_computed=int(memory.num_computed[slot]),
                 shared_last=int(memory.shared_last[slot]),
-                node=standing[place][0],
-                num_registered=standing[place][1],
+                standing=standing[place],
             )
             for place, slot in enumerate(slots)
         )
@@ -79,37 +82,32 @@ class HostSwap:
     def restore(self, slots: Sequence[int], swapped: SwappedBlocks, resident: Sequence[np.ndarray]) -> bool:
         """Device blocks for empty `slots`; False, and nothing changed, where they do not fit.
 
-        resident: per row i32[groups, num_registered], blocks on the device that still hold a registered block (or 0);
+        resident: per row i32[groups, n], device blocks that still hold the row's first n blocks, or 0 where none does;
         they are shared instead of loaded.
         """
-        places: list[tuple[np.ndarray, np.ndarray]] = []  # per group: distinct host blocks and their device blocks
-        for group in range(len(self.pools)):
-            host_blocks = np.unique(np.concatenate([row.host_blocks[group] for row in swapped.rows]))
-            device_blocks = np.zeros_like(host_blocks)
-            for row, known in zip(swapped.rows, resident):
-                known = known[group, row.num_behind[group] : row.num_blocks]
-                device_blocks[np.searchsorted(host_blocks, row.host_blocks[group][: len(known)])] = known
-            places.append((host_blocks, device_blocks))
-        pinned = [np.unique(device_blocks[device_blocks != 0]) for _, device_blocks in places]
-        for pool, blocks in zip(self._memory.pools, pinned):
+        memory = self._memory
+        mapped = [self._map_to_device(group, swapped, resident) for group in range(len(self.pools))]
+        # Resident blocks get an owner at once, so that making room for the others does not evict them.
+        pinned = [np.unique(device_blocks[device_blocks != 0]) for _, device_blocks in mapped]
+        for pool, blocks in zip(memory.pools, pinned):
             pool.share(blocks)
         fits = all(
             np.count_nonzero(device_blocks == 0) <= pool.num_available
-            for pool, (_, device_blocks) in zip(self._memory.pools, places)
+            for pool, (_, device_blocks) in zip(memory.pools, mapped)
         )
         if fits:
-            for group, (host_blocks, device_blocks) in enumerate(places):
+            for group, (host_blocks, device_blocks) in enumerate(mapped):
                 absent = device_blocks == 0
-                device_blocks[absent] = self._memory.load(group, host_blocks[absent])
+                device_blocks[absent] = memory.load(group, host_blocks[absent])
                 pinned[group] = np.concatenate([pinned[group], device_blocks[absent]])
-            for place, (slot, row) in enumerate(zip(slots, swapped.rows)):
+            for slot, row in zip(slots, swapped.rows):
                 entries = [
                     device_blocks[np.searchsorted(host_blocks, row.host_blocks[group])]
-                    for group, (host_blocks, device_blocks) in enumerate(places)
+                    for group, (host_blocks, device_blocks) in enumerate(mapped)
                 ]
-                self._memory.install(slot, entries, row.num_blocks, row.num_computed, row.shared_last)
+                memory.install(slot, entries, row.num_blocks, row.num_computed, row.shared_last)
         for group, blocks in enumerate(pinned):
-            self._memory.unpin(group, blocks)
+            memory.unpin(group, blocks)
         return fits
 
     def release(self, swapped: SwappedBlocks) -> None:
@@ -128,3 +126,21 @@ class HostSwap:
         saves = [(group, device_block, host_block) for (group, host_block), device_block in self._saves.items()]
         self._saves.clear()
         return saves
+
+    def _distinct_blocks(self, slots: Sequence[int]) -> list[np.ndarray]:
+        """Per group: the device blocks that `slots` name, each once."""
+        return [
+            np.unique(np.concatenate([self._memory.entries(group, slot) for slot in slots]))
+            for group in range(len(self.pools))
+        ]
+
+    def _map_to_device(
+        self, group: int, swapped: SwappedBlocks, resident: Sequence[np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The group's host blocks, each once, ascending, and the device block that still holds each, or 0."""
+        host_blocks = np.unique(np.concatenate([row.host_blocks[group] for row in swapped.rows]))
+        device_blocks = np.zeros_like(host_blocks)
+        for row, known in zip(swapped.rows, resident):
+            known = known[group, row.num_behind[group] :]
+            device_blocks[np.searchsorted(host_blocks, row.host_blocks[group][: len(known)])] = known
+        return host_blocks, device_blocks

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from jserve.kv import GroupSpec
 from tests.support.kv_device import KvDevice, prefix_ids
@@ -56,7 +63,9 @@ class KvMachine(RuleBasedStateMachine):
         self.kv = self.device.manager
         self.live: dict[int, Model] = {}
         self.swapped: list[tuple[object, list[Model]]] = []
-        self.restored: list[object] = []
+        self.restored: list[object] = []  # swapped in; their host blocks are released after the loads
+        self.planned: dict[int, int] = {}  # slot -> tokens that the next step has written
+        self.transfers_due = False
 
     # Choices
 
@@ -65,6 +74,21 @@ class KvMachine(RuleBasedStateMachine):
 
     def empty_slots(self) -> list[int]:
         return [slot for slot in range(NUM_SLOTS) if slot not in self.live]
+
+    def leave(self, slot: int) -> Model:
+        self.planned.pop(slot, None)
+        return self.live.pop(slot)
+
+    @initialize(count=st.integers(1, 4))
+    def start(self, count):
+        """Sequences to begin with, some computed."""
+        for place in range(count):
+            self.admit(0, 7 * place + 3, [place % 2], b"", True, 0)
+        self.plan_each(0)
+        for slot in range(0, count, 2):
+            self.plan(slot, 9, 1)
+        self.step()
+        self.commit_each()
 
     has_room = precondition(lambda self: len(self.live) < NUM_SLOTS)
     has_sequence = precondition(lambda self: self.live)
@@ -85,56 +109,70 @@ class KvMachine(RuleBasedStateMachine):
         tokens = np.array(FAMILIES[family][:num_shared].tolist() + tail or [1], np.int32)
         slot = self.empty_slots()[0]
         matched = self.kv.match(tokens, salt)
-        promised = self.kv.can_admit(tokens, salt=salt, use_cache=use_cache, headroom=headroom)
+        options = {"salt": salt, "use_cache": use_cache, "headroom": headroom}
+        promised = self.kv.can_admit(tokens, **options)
+        promised_step = self.kv.can_admit(tokens, **options, step_tokens=6)
         num_cached = self.kv.admit(slot, tokens, salt=salt, use_cache=use_cache)
         assert num_cached == (matched if use_cache else 0) <= len(tokens) - 1
-        if self.prefix_cache and not self.restored:
+        if self.prefix_cache and not self.transfers_due:
             expected = self.expected_hit(tokens, salt)
             assert matched == expected if self.finds_all else matched <= expected
         self.live[slot] = Model(salt, tokens.tolist(), num_cached, num_cached)
         num_available = self.kv.num_available_blocks
         assert promised == (num_available - self.kv.num_new_blocks(slot, len(tokens)) >= headroom)
+        end = min(num_cached + 6, len(tokens))
+        assert promised_step == (num_available - self.kv.num_new_blocks(slot, end) >= headroom)
 
     @has_sequence
     @rule(choice=choices, count=st.integers(1, 9), token=st.integers(0, 2))
-    def write(self, choice, count, token):
+    def plan(self, choice, count, token):
+        """Room for the next tokens of one sequence, to be written in the next step."""
         slot = self.pick(choice)
         model = self.live[slot]
-        count = min(count, MAX_TOKENS - model.num_written)
-        if count <= 0:
-            return
-        end = model.num_written + count
+        end = min(model.num_written + count, MAX_TOKENS)
         model.tokens += [token] * (end - len(model.tokens))
         fits = self.kv.can_grow(slot, end)
         tables = [table.copy() for table in self.kv.tables]
         assert self.kv.grow(slot, end) == fits
-        if not fits:
+        if fits:
+            self.planned[slot] = end
+            self.transfers_due = True
+        else:
             assert all((before == after).all() for before, after in zip(tables, self.kv.tables))
-            return
-        self.device.run_copies()
-        self.device.write(slot, model.num_written, model.ids()[model.num_written : end])
-        model.num_written = end
 
     @has_sequence
     @rule(token=st.integers(0, 2))
-    def step(self, token):
+    def plan_each(self, token):
         slots = [slot for slot, model in self.live.items() if model.num_written < MAX_TOKENS]
         ends = [self.live[slot].num_written + 1 for slot in slots]
         num_grown = self.kv.grow_each(np.array(slots, int), np.array(ends, int))
         if num_grown < len(slots):
             assert not self.kv.can_grow(slots[num_grown], ends[num_grown])
-        self.device.run_copies()
-        for slot in slots[:num_grown]:
+        for slot, end in zip(slots[:num_grown], ends):
             model = self.live[slot]
-            if len(model.tokens) == model.num_written:
-                model.tokens.append((token + slot) % 3)
-            self.device.write(slot, model.num_written, model.ids()[model.num_written : model.num_written + 1])
-            model.num_written += 1
+            model.tokens += [(token + slot) % 3] * (end - len(model.tokens))
+            self.planned[slot] = max(end, self.planned.get(slot, 0))
+        self.transfers_due = True
+
+    @rule()
+    def step(self):
+        """The copies that are due, then the planned writes."""
+        self.device.run_copies()
+        for slot, end in self.planned.items():
+            model = self.live[slot]
+            self.device.write(slot, model.num_written, model.ids()[model.num_written : end])
+            model.num_written = end
+        self.planned.clear()
+        for swapped in self.restored:
+            self.kv.release_swapped(swapped)
+        self.restored.clear()
+        self.transfers_due = False
 
     @has_sequence
     @rule(choice=choices, count=st.integers(1, 6))
-    def write_rejected_drafts(self, choice, count):
+    def step_with_rejected_drafts(self, choice, count):
         slot = self.pick(choice)
+        self.step()
         model = self.live[slot]
         end = min(model.num_written + count, MAX_TOKENS)
         if self.kv.grow(slot, end):
@@ -182,8 +220,9 @@ class KvMachine(RuleBasedStateMachine):
     def free(self, choice):
         slot = self.pick(choice)
         self.kv.free(slot)
-        del self.live[slot]
+        self.leave(slot)
 
+    @has_sequence
     @rule()
     def flush(self):
         cached, free = self.kv.num_cached_blocks, self.kv.num_free_blocks
@@ -196,7 +235,7 @@ class KvMachine(RuleBasedStateMachine):
         slots = sorted({self.pick(first), self.pick(second)})
         swapped = self.kv.swap_out(slots)
         if swapped is not None:
-            self.swapped.append((swapped, [self.live.pop(slot) for slot in slots]))
+            self.swapped.append((swapped, [self.leave(slot) for slot in slots]))
 
     @precondition(lambda self: self.swapped)
     @rule(abort=st.sampled_from([False, False, False, True]))
@@ -209,13 +248,12 @@ class KvMachine(RuleBasedStateMachine):
         if len(slots) == len(models) and self.kv.swap_in(slots, swapped):
             self.live.update(zip(slots, models))
             self.restored.append(self.swapped.pop(0)[0])
+            self.transfers_due = True
 
-    @rule()
-    def copies_run(self):
-        self.device.run_copies()
-        for swapped in self.restored:
-            self.kv.release_swapped(swapped)
-        self.restored.clear()
+    def can(self, action: str) -> bool:
+        if action in ("admit", "fork") and len(self.live) == NUM_SLOTS:
+            return False
+        return bool(self.swapped) if action == "swap_in" else bool(self.live) or action == "admit"
 
     # What must hold
 
@@ -244,7 +282,7 @@ class KvMachine(RuleBasedStateMachine):
 
     @invariant()
     def each_sequence_reads_back_its_own_tokens(self):
-        if not self.restored:  # else loads are still due
+        if not self.transfers_due:
             for slot, model in self.live.items():
                 expected = model.ids()
                 for first, cells in self.device.read(slot, model.num_written):
@@ -263,7 +301,7 @@ class KvMachine(RuleBasedStateMachine):
         self.kv.flush()
         assert self.kv.num_free_blocks == self.kv.num_total_blocks
         assert self.kv.check_integrity() == []
-        assert self.kv._index.num_nodes == 0
+        assert self.kv._cache._index.num_nodes == 0
 
 
 FULL, WINDOW, NARROW = GroupSpec(), GroupSpec(window=8), GroupSpec(window=3)
@@ -286,13 +324,59 @@ MACHINES = {
 }
 
 
-def run_machine(name: str, num_examples: int, num_steps: int) -> None:
+def random_walk(name: str, seed: int, num_steps: int) -> None:
+    """The same actions at random: less to shrink, but much deeper states for the time."""
+    machine, random = machine_of(name)(), np.random.default_rng(seed)
+
+    def prompt():
+        return random.integers(2), random.integers(31), random.integers(0, 3, random.integers(9)).tolist()
+
+    def slot():
+        return random.integers(NUM_SLOTS)
+
+    draws = {  # action: (weight, arguments)
+        "admit": (3, lambda: (*prompt(), SALTS[random.random() < 0.1], random.random() < 0.9, random.integers(4))),
+        "plan": (4, lambda: (slot(), random.integers(1, 10), random.integers(2))),
+        "plan_each": (6, lambda: (random.integers(2),)),
+        "step": (8, lambda: ()),
+        "step_with_rejected_drafts": (1, lambda: (slot(), random.integers(1, 7))),
+        "commit": (3, lambda: (slot(), random.choice([0, 0, 1, 3]))),
+        "commit_each": (4, lambda: ()),
+        "fork": (3, lambda: (slot(), random.choice([0, 0, 1, 2, 5]))),
+        "release_behind_window": (3, lambda: (slot(),)),
+        "free": (2.5, lambda: (slot(),)),
+        "flush": (0.2, lambda: ()),
+        "swap_out": (0.8, lambda: (slot(), slot())),
+        "swap_in": (1, lambda: (random.random() < 0.1,)),
+    }
+    weights = np.array([weight for weight, _ in draws.values()])
+    trace = []
+    try:
+        for action in random.choice(list(draws), num_steps, p=weights / weights.sum()):
+            if not machine.can(action):
+                continue
+            arguments = draws[action][1]()
+            trace.append((str(action), arguments))
+            getattr(machine, action)(*arguments)
+            machine.the_ledger_is_sound()
+            machine.each_sequence_reads_back_its_own_tokens()
+        machine.teardown()
+    except BaseException:
+        print(f"seed {seed}, after {len(trace)} actions; the last ones:", *trace[-40:], sep="\n  ")
+        raise
+
+
+def machine_of(name: str) -> type[KvMachine]:
     options = dict(MACHINES[name])
     weak = options.pop("hash_block", None)
     options["hash_block"] = staticmethod(WEAK_HASHES[weak]) if weak else None
     options["finds_all"] = weak is None
+    return type("Machine", (KvMachine,), options)
+
+
+def explore(name: str, num_examples: int, num_steps: int) -> None:
     run_state_machine_as_test(
-        type("Machine", (KvMachine,), options),
+        machine_of(name),
         settings=settings(
             max_examples=num_examples,
             stateful_step_count=num_steps,
@@ -306,11 +390,19 @@ def run_machine(name: str, num_examples: int, num_steps: int) -> None:
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_each_sequence_reads_back_its_own_tokens_whatever_happens(name):
-    run_machine(name, num_examples=60, num_steps=60)
+    explore(name, num_examples=40, num_steps=50)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_each_sequence_reads_back_its_own_tokens_on_a_long_walk(name):
+    for seed in range(3):
+        random_walk(name, seed, num_steps=1500)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MACHINES)
-def test_each_sequence_reads_back_its_own_tokens_for_long(name):
-    run_machine(name, num_examples=2000, num_steps=100)
+def test_each_sequence_reads_back_its_own_tokens_for_hours(name):
+    explore(name, num_examples=1000, num_steps=100)
+    for seed in range(100, 400):
+        random_walk(name, seed, num_steps=2000)

@@ -24,7 +24,7 @@ class KvDevice:
     """Runs what a BlockManager decides, in the order a device would."""
 
     def __init__(self, groups, num_blocks, block_size, num_host_blocks=None, **options):
-        self.groups, self.block_size = groups, block_size
+        self.groups, self.block_size, self.in_order = groups, block_size, False
         self.cells = [np.zeros((count, block_size), np.int64) for count in num_blocks]
         self.host_cells = [np.zeros((count, block_size), np.int64) for count in num_host_blocks or []]
         self.manager = BlockManager(
@@ -36,18 +36,19 @@ class KvDevice:
         )
 
     def run_copies(self) -> None:
-        """What runs between two steps. Copies read all their sources before any is written, as one gather does."""
+        """What runs between two steps. Copies run in order, or read all their sources before any is written."""
         for group, block, host_block in self.manager.take_saves():
             self.host_cells[group][host_block] = self.cells[group][block]
+        copies = self.manager.take_copies()
+        assert len({(group, destination) for group, _, destination in copies}) == len(copies)
+        self.in_order = not self.in_order
+        contents = [self.cells[group][source].copy() for group, source, _ in copies]
+        for (group, source, destination), content in zip(copies, contents):
+            self.cells[group][destination] = self.cells[group][source] if self.in_order else content
         loads = self.manager.take_loads()
         assert len({(group, block) for group, _, block in loads}) == len(loads)
         for group, host_block, block in loads:
             self.cells[group][block] = self.host_cells[group][host_block]
-        copies = self.manager.take_copies()
-        assert len({(group, destination) for group, _, destination in copies}) == len(copies)
-        contents = [self.cells[group][source].copy() for group, source, _ in copies]
-        for (group, _, destination), content in zip(copies, contents):
-            self.cells[group][destination] = content
         for cells, blocks in zip(self.cells, self.manager.unused_blocks()):
             cells[blocks] = POISON
 
