@@ -6,11 +6,16 @@ Grid: one step an *item*, the part of a chunk that falls into one tile of `query
 Tiles stand at fixed multiples of their size, so a chunk may start at any flat token: a tile that two chunks share is two
 items in a row, each of which computes the whole tile and keeps its own rows.
 
-    VMEM  q, out [N, query_tile, E]      tile of all heads; rows of kv head h are [G * query_tile, E], queries of one head together
+    VMEM  q, out [N, query_tile, E]                  the tile, all heads
           buffers [2, blocks, K, planes, P, 128]     KV groups as in the decode kernel, the next item's first one prefetched
-          peak, mass, accumulator [K, G * query_tile, ...]    online softmax in float32, base 2
-          logits, weights [G * query_tile, key_tile]          between the matmuls: registers hold a few rows of them at a time
+          peak, mass, accumulator [units, rows, ...] online softmax in float32, base 2
+          two stages of logits, weights, decay       between a unit's three pieces
     SMEM  the items, this item's block table row and the next one's
+
+A group is attended in *units*: `unit_heads` query heads of one kv head (about 256 rows) against `key_tile` keys.  A unit is
+three pieces, and the pieces of three units run together, so that matrix and vector units work at the same time:
+
+    loop over units u:    logits(u + 1) = q k^T    |    weights(u) = softmax of logits(u)    |    sum += weights(u - 1) v
 
 Keys after the item's last query, and before its first query's window, are never fetched in whole blocks and never computed
 in whole key tiles; key tiles that every query sees whole are not masked.
@@ -20,6 +25,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,14 +91,23 @@ class _Sizes:
     has_scales: bool
 
     @property
-    def rows(self) -> int:
-        """Query rows of one kv head in a tile."""
-        return self.queries_per_kv_head * self.tiles.query_tile
-
-    @property
     def softmax_rows(self) -> int:
         """Rows whose logits stay in registers: 32 x 512 float32 are 16 of them.  All of one query head."""
         return min(32, self.tiles.query_tile)
+
+    @property
+    def unit_heads(self) -> int:
+        """Query heads of one kv head that share a matmul: about 256 rows for each time the keys are pushed."""
+        wanted = max(1, 256 // self.tiles.query_tile)
+        return max(count for count in range(1, wanted + 1) if self.queries_per_kv_head % count == 0)
+
+    @property
+    def units_per_key_tile(self) -> int:
+        return self.layout.num_kv_heads * self.queries_per_kv_head // self.unit_heads
+
+    @property
+    def unit_rows(self) -> int:
+        return self.unit_heads * self.tiles.query_tile
 
     @property
     def lanes(self) -> int:
@@ -105,6 +120,16 @@ class _Sizes:
     @property
     def key_tile_blocks(self) -> int:
         return self.tiles.key_tile // self.layout.block_size
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """What a unit leaves between its three pieces."""
+
+    logits_ref: Any  # f32[unit rows, key_tile]
+    weights_ref: Any  # [unit rows, key_tile] in the matmul's type
+    peak_ref: Any  # f32[unit rows, 128], maximum of the logits so far
+    decay_ref: Any  # f32[unit rows, 128], what the sums before this unit shrink by
 
 
 def attend_chunks(
@@ -128,15 +153,19 @@ def attend_chunks(
     sizes = _Sizes(
         layout, spec, tiles, num_heads // num_kv_heads, q.dtype, k_scale is not None or v_scale is not None
     )
-    rows, lanes, query_tile = sizes.rows, sizes.lanes, tiles.query_tile
+    units, rows, lanes, query_tile = sizes.units_per_key_tile, sizes.unit_rows, sizes.lanes, tiles.query_tile
+    float32 = jnp.dtype(jnp.float32)
     buffer_shape = (2, sizes.group_blocks, num_kv_heads, layout.planes, layout.block_size, LANES)
     scratch = [
         (buffer_shape, pool.dtype),
-        ((num_kv_heads, rows, LANES), jnp.dtype(jnp.float32)),
-        ((num_kv_heads, rows, LANES), jnp.dtype(jnp.float32)),
-        ((num_kv_heads, rows, lanes), jnp.dtype(jnp.float32)),
-        ((rows, tiles.key_tile), jnp.dtype(jnp.float32)),
+        ((units, rows, LANES), float32),
+        ((units, rows, LANES), float32),
+        ((units, rows, lanes), float32),
+    ] + 2 * [
+        ((rows, tiles.key_tile), float32),
         ((rows, tiles.key_tile), q.dtype),
+        ((rows, LANES), float32),
+        ((rows, LANES), float32),
     ]
     check_smem(NAME, 5 * capacity + 2 * num_kv_heads + num_heads, max_blocks)
     vmem_limit = check_vmem(
@@ -228,13 +257,13 @@ def _kernel(
         peak_ref,
         mass_ref,
         sum_ref,
-        logits_ref,
-        weights_ref,
+        *stage_refs,
         fetch_semaphores,
         slot_ref,
     ) = refs
+    stages = (_Stage(*stage_refs[:4]), _Stage(*stage_refs[4:]))
     spec, layout, tiles = sizes.spec, sizes.layout, sizes.tiles
-    num_kv_heads, group_size, rows = layout.num_kv_heads, sizes.queries_per_kv_head, sizes.rows
+    num_kv_heads, group_size, unit_rows = layout.num_kv_heads, sizes.queries_per_kv_head, sizes.unit_rows
     block_size, blocks, key_tile = layout.block_size, sizes.group_blocks, tiles.key_tile
     item, num_items, layer = pl.program_id(0), pl.num_programs(0), layer_ref[0]
 
@@ -279,26 +308,40 @@ def _kernel(
     end = num_keys(item)
     num_groups = pl.cdiv(pl.cdiv(end, block_size) - first_block(item), blocks)
 
-    def attend_head(head, slot, first_index, first_key, masked):
-        def planes(indices):
-            columns = [
-                to_matmul(
-                    buffer_ref[slot, pl.ds(first_index, sizes.key_tile_blocks), head, index].reshape(key_tile, LANES),
-                    sizes.matmul_dtype,
-                )
-                for index in indices
-            ]
-            return columns[0] if len(columns) == 1 else jnp.concatenate(columns, -1)
+    def clean_tail(slot, first_key, num_key_tiles):
+        """Zero values that the last key tile holds beyond the last key: they may be NaN, and 0 * NaN is NaN."""
 
-        half = layout.planes // 2
-        first_row = head * group_size
-        q = q_ref[pl.ds(first_row, group_size)].reshape(rows, sizes.lanes)
-        logits_ref[...] = dot(q, planes(range(max(1, half))), 1)
-        key_scale = None if scales_ref is None else scales_ref[head]
-        step = sizes.softmax_rows
-        for row in range(0, rows, step):
-            some = pl.ds(row, step)
-            logits = to_base2(logits_ref[some], spec, key_scale)
+        def one_block(index, _):
+            key = first_key + index * block_size + lax.broadcasted_iota(jnp.int32, (block_size, LANES), 0)
+            for head in range(num_kv_heads):
+                for plane in range(layout.planes // 2, layout.planes):
+                    values = buffer_ref[slot, index, head, plane]
+                    cleaned = jnp.where(key < end, values.astype(jnp.float32), 0.0)
+                    buffer_ref[slot, index, head, plane] = cleaned.astype(values.dtype)
+            return 0
+
+        lax.fori_loop((end - first_key) // block_size, num_key_tiles * sizes.key_tile_blocks, one_block, 0)
+
+    def kv_planes(unit, slot, indices):
+        """[key_tile, lanes]: keys or values of the unit's head and key tile."""
+        blocks = pl.ds(unit // sizes.units_per_key_tile * sizes.key_tile_blocks, sizes.key_tile_blocks)
+        head = unit % sizes.units_per_key_tile * sizes.unit_heads // group_size
+        columns = [
+            to_matmul(buffer_ref[slot, blocks, head, index].reshape(key_tile, LANES), sizes.matmul_dtype)
+            for index in indices
+        ]
+        return columns[0] if len(columns) == 1 else jnp.concatenate(columns, -1)
+
+    def logits_of(unit, slot, first_key, stage: "_Stage", masked):
+        """Logits of a unit, and what they make of the running maximum."""
+        part = unit % sizes.units_per_key_tile
+        first_head = part * sizes.unit_heads
+        q = q_ref[pl.ds(first_head, sizes.unit_heads)].reshape(unit_rows, sizes.lanes)
+        dots = dot(q, kv_planes(unit, slot, range(max(1, layout.planes // 2))), 1)
+        key_scale = None if scales_ref is None else scales_ref[first_head // group_size]
+        for row in range(0, unit_rows, sizes.softmax_rows):
+            some = pl.ds(row, sizes.softmax_rows)
+            logits = to_base2(dots[row : row + sizes.softmax_rows], spec, key_scale)
             if masked:
                 query = lax.broadcasted_iota(jnp.int32, logits.shape, 0) + (position - start + row % tiles.query_tile)
                 key = lax.broadcasted_iota(jnp.int32, logits.shape, 1) + first_key
@@ -306,37 +349,77 @@ def _kernel(
                 if spec.sliding_window is not None:
                     mask &= key > query - spec.sliding_window
                 logits = jnp.where(mask, logits, NEVER)
-            peak = peak_ref[head, some]
+            stage.logits_ref[some] = logits
+            peak = peak_ref[part, some]
             new_peak = jnp.maximum(peak, logits.max(-1, keepdims=True))
-            weights = jnp.exp2(logits - new_peak[:, :1])
-            decay = jnp.exp2(peak - new_peak)
-            peak_ref[head, some] = new_peak
-            mass_ref[head, some] = mass_ref[head, some] * decay + lane_sums(weights)
-            weights_ref[some] = weights.astype(weights_ref.dtype)
-            for lane in range(0, sizes.lanes, LANES):
-                columns = pl.ds(lane, LANES)
-                sum_ref[head, some, columns] = sum_ref[head, some, columns] * decay
-        values = planes(range(half, layout.planes))
-        if masked:
-            key = lax.broadcasted_iota(jnp.int32, values.shape, 0) + first_key
-            values = jnp.where(key < end, values.astype(jnp.float32), 0.0).astype(values.dtype)
-        sum_ref[head] += dot(weights_ref[...], values, 0)
+            peak_ref[part, some] = new_peak
+            stage.peak_ref[some] = new_peak
+            stage.decay_ref[some] = jnp.exp2(peak - new_peak)
 
-    def attend_key_tile(slot, index, first_key):
-        last_query = position + num_queries - 1
-        partial = first_key + key_tile - 1 > position
-        if spec.sliding_window is not None:
-            partial |= first_key <= last_query - spec.sliding_window
+    def weights_of(unit, stage: "_Stage"):
+        part = unit % sizes.units_per_key_tile
+        for row in range(0, unit_rows, sizes.softmax_rows):
+            some = pl.ds(row, sizes.softmax_rows)
+            weights = jnp.exp2(stage.logits_ref[some] - stage.peak_ref[some][:, :1])
+            mass_ref[part, some] = mass_ref[part, some] * stage.decay_ref[some] + lane_sums(weights)
+            stage.weights_ref[some] = weights.astype(stage.weights_ref.dtype)
 
-        def all_heads(masked):
-            def one_head(head, _):
-                attend_head(head, slot, index, first_key, masked)
-                return 0
+    def add_values(unit, slot, stage: "_Stage"):
+        part = unit % sizes.units_per_key_tile
+        update = dot(stage.weights_ref[...], kv_planes(unit, slot, range(layout.planes // 2, layout.planes)), 0)
+        for lane in range(0, sizes.lanes, LANES):
+            columns = pl.ds(lane, LANES)
+            sum_ref[part, :, columns] = (
+                sum_ref[part, :, columns] * stage.decay_ref[...] + update[:, lane : lane + LANES]
+            )
 
-            lax.fori_loop(0, num_kv_heads, one_head, 0)
+    def attend_group(slot, first_key, num_key_tiles):
+        num_units = num_key_tiles * sizes.units_per_key_tile
 
-        pl.when(partial)(lambda: all_heads(True))
-        pl.when(jnp.logical_not(partial))(lambda: all_heads(False))
+        def tile_of(unit):
+            """(the unit's first key, whether some query does not see all of its keys)"""
+            tile_key = first_key + unit // sizes.units_per_key_tile * key_tile
+            partial = tile_key + key_tile - 1 > position
+            if spec.sliding_window is not None:
+                partial |= tile_key <= position + num_queries - 1 - spec.sliding_window
+            return tile_key, partial
+
+        tile_key, partial = tile_of(0)
+        for masked in (False, True):
+            pl.when(partial == masked)(functools.partial(logits_of, 0, slot, tile_key, stages[0], masked))
+        # The first unit has none before it: add nothing.
+        stages[1].weights_ref[...] = jnp.zeros_like(stages[1].weights_ref)
+        stages[1].decay_ref[...] = jnp.ones_like(stages[1].decay_ref)
+
+        def one_unit(unit, _):
+            after = unit + 1
+            tile_key, partial = tile_of(after)
+
+            # Three independent pieces for the scheduler to interleave; blocks of their own by parity, so that what one
+            # unit leaves in scratch is read by another block and not kept in registers meanwhile.
+            def three_units(parity, masked):
+                this, other = stages[parity], stages[1 - parity]
+                weights_of(unit, this)
+                add_values(jnp.maximum(unit - 1, 0), slot, other)
+                logits = functools.partial(logits_of, after, slot, tile_key, other, masked)
+                if masked:  # in a block of its own, or the masks push other values out of the registers
+                    pl.when(unit >= 0)(logits)
+                else:
+                    logits()
+
+            for parity in (0, 1):
+                for masked in (False, True):
+                    pl.when((unit % 2 == parity) & (partial == masked))(functools.partial(three_units, parity, masked))
+            return 0
+
+        lax.fori_loop(0, num_units - 1, one_unit, 0)
+        for parity in (0, 1):
+
+            @pl.when(num_units % 2 != parity)
+            def _():
+                add_values(jnp.maximum(num_units - 2, 0), slot, stages[1 - parity])
+                weights_of(num_units - 1, stages[parity])
+                add_values(num_units - 1, slot, stages[parity])
 
     def one_group(group, _):
         slot = (first_slot + group) % 2
@@ -353,11 +436,11 @@ def _kernel(
         first_key = (first_block(item) + group * blocks) * block_size
         num_key_tiles = pl.cdiv(jnp.minimum(end - first_key, blocks * block_size), key_tile)
 
-        def one_key_tile(index, _):
-            attend_key_tile(slot, index * sizes.key_tile_blocks, first_key + index * key_tile)
-            return 0
+        @pl.when(group + 1 == num_groups)
+        def _():
+            clean_tail(slot, first_key, num_key_tiles)
 
-        lax.fori_loop(0, num_key_tiles, one_key_tile, 0)
+        attend_group(slot, first_key, num_key_tiles)
         return 0
 
     @pl.when(num_queries > 0)
@@ -370,22 +453,23 @@ def _kernel(
             first_lane = lax.broadcasted_iota(jnp.int32, mass_ref.shape, 2) == 0
             mass_ref[...] = first_lane.astype(jnp.float32)
             for head in range(num_kv_heads * group_size):
-                some = pl.ds(head % group_size * tiles.query_tile, tiles.query_tile)
-                peak_ref[head // group_size, some] = jnp.full((tiles.query_tile, LANES), sinks_ref[head])
+                rows = pl.ds(head % sizes.unit_heads * tiles.query_tile, tiles.query_tile)
+                peak_ref[head // sizes.unit_heads, rows] = jnp.full((tiles.query_tile, LANES), sinks_ref[head])
         lax.fori_loop(0, num_groups, one_group, 0)
         slot_ref[0] = (first_slot + num_groups) % 2
         is_first_of_tile = (item == 0) | (tile_ref[jnp.maximum(item - 1, 0)] != tile_ref[item])
 
-        def one_head(head, _):
-            out = sum_ref[head] / mass_ref[head].sum(-1, keepdims=True)
+        def one_part(part, _):
+            out = sum_ref[part] / mass_ref[part].sum(-1, keepdims=True)
+            first_head = part * sizes.unit_heads
             if scales_ref is not None:
-                out = out * scales_ref[num_kv_heads + head]
-            out = out.reshape(group_size, tiles.query_tile, sizes.lanes)
-            some = pl.ds(head * group_size, group_size)
+                out = out * scales_ref[num_kv_heads + first_head // group_size]
+            out = out.reshape(sizes.unit_heads, tiles.query_tile, sizes.lanes)
+            some = pl.ds(first_head, sizes.unit_heads)
             query = lax.broadcasted_iota(jnp.int32, out.shape, 1)
             own = (query >= start) & (query < start + num_queries)
             others = jnp.where(is_first_of_tile, 0.0, out_ref[some].astype(jnp.float32))
             out_ref[some] = jnp.where(own, out, others).astype(out_ref.dtype)
             return 0
 
-        lax.fori_loop(0, num_kv_heads, one_head, 0)
+        lax.fori_loop(0, sizes.units_per_key_tile, one_part, 0)

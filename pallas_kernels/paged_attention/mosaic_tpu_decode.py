@@ -9,9 +9,11 @@ Grid: one step a row (sequence), a dynamic number of them.  A row's blocks are w
           peak, mass, accumulator [pairs, R, ...]   online softmax in float32, base 2: exp(x) = exp2(x * log2(e))
     SMEM  row_lens, this row's block table and the next one's (blocks of one table row, so the table's size is HBM's)
 
-Order in a group: start the next fetch, wait for this one, (last group: put the new token into its block, start its write),
-QK of all pairs, softmax of all pairs, PV of all pairs, (last group: wait for the write).
-Only the first group under a window and the last group are masked; the others are whole.
+Order in a group: start the next fetch, wait for this one, (last group: zero what lies beyond the last token, put the new
+token into its block, start its write), QK of all pairs, softmax of all pairs, PV of all pairs, (last group: wait for the
+write).
+Only the first group under a window and the last group are masked, and attended in pieces of `decode_tail` tokens, as many
+as the row needs; the others are whole.
 """
 
 from __future__ import annotations
@@ -42,10 +44,21 @@ class _Sizes:
     layout: PoolLayout
     spec: AttentionSpec
     queries_per_kv_head: int
-    heads_per_matmul: int
-    group_blocks: int
+    tiles: TpuTiles
     matmul_dtype: jnp.dtype
     has_scales: bool
+
+    @property
+    def heads_per_matmul(self) -> int:
+        return self.tiles.heads_per_matmul
+
+    @property
+    def group_tokens(self) -> int:
+        return self.tiles.decode_group
+
+    @property
+    def group_blocks(self) -> int:
+        return self.group_tokens // self.layout.block_size
 
     @property
     def num_pairs(self) -> int:
@@ -69,8 +82,8 @@ class _Sizes:
         return LANES * len(self.key_planes)
 
     @property
-    def group_tokens(self) -> int:
-        return self.group_blocks * self.layout.block_size
+    def tail_tokens(self) -> int:
+        return self.tiles.decode_tail
 
     @property
     def write_rows(self) -> int:
@@ -101,8 +114,7 @@ def decode_attention(
         layout=layout,
         spec=spec,
         queries_per_kv_head=num_heads // layout.num_kv_heads,
-        heads_per_matmul=tiles.heads_per_matmul,
-        group_blocks=max(1, tiles.decode_group // layout.block_size),
+        tiles=tiles,
         matmul_dtype=q.dtype,
         has_scales=k_scale is not None or v_scale is not None,
     )
@@ -261,19 +273,12 @@ def _kernel(layer_ref, row_lens_ref, table_ref, next_table_ref, q_ref, new_ref, 
     first_slot = slot_ref[0]
     num_groups = pl.cdiv(pl.cdiv(length, block_size) - first_block(length), blocks)
 
-    def attend(group, slot, masked):
-        first_token = (first_block(length) + group * blocks) * block_size
-        visible = functools.partial(_visible, first_token, length, spec.sliding_window)
+    def attend(slot, first_index, num_tokens, first_token, masked):
+        """The row's query against `num_tokens` (static) of a group, from its block `first_index` on."""
 
         def plane(head, index):
-            return to_matmul(buffer_ref[slot, :, head, index].reshape(tokens, LANES), sizes.matmul_dtype)
-
-        def value_plane(head, index):
-            values = plane(head, index)
-            if not masked:
-                return values
-            # A slot that no token was written to may hold NaN, and 0 * NaN is NaN.
-            return jnp.where(visible((tokens, LANES), 0), values.astype(jnp.float32), 0.0).astype(values.dtype)
+            blocks = pl.ds(first_index, num_tokens // block_size)
+            return to_matmul(buffer_ref[slot, blocks, head, index].reshape(num_tokens, LANES), sizes.matmul_dtype)
 
         def side_by_side(planes):
             return planes[0] if len(planes) == 1 else jnp.concatenate(planes, -1)
@@ -284,7 +289,7 @@ def _kernel(layer_ref, row_lens_ref, table_ref, next_table_ref, q_ref, new_ref, 
             logits.append(dot(q_ref[0, pair], keys, 1))
         logits = [to_base2(x, spec, _key_scale(scales_ref, pair, sizes)) for pair, x in zip(pairs, logits)]
         if masked:
-            logits = [jnp.where(visible(x.shape, 1), x, NEVER) for x in logits]
+            logits = [jnp.where(visible(x.shape, first_token), x, NEVER) for x in logits]
         peaks = [peak_ref[pair] for pair in pairs]
         new_peaks = [jnp.maximum(peak, x.max(-1, keepdims=True)) for peak, x in zip(peaks, logits)]
         weights = [jnp.exp2(x - peak[:, :1]) for x, peak in zip(logits, new_peaks)]
@@ -293,7 +298,7 @@ def _kernel(layer_ref, row_lens_ref, table_ref, next_table_ref, q_ref, new_ref, 
             peak_ref[pair] = new_peaks[pair]
             mass_ref[pair] = mass_ref[pair] * decays[pair] + lane_sums(weights[pair])
         for pair in pairs:
-            values = side_by_side([value_plane(pair * heads + e, c) for e in range(heads) for c in sizes.value_planes])
+            values = side_by_side([plane(pair * heads + e, c) for e in range(heads) for c in sizes.value_planes])
             both = dot(weights[pair].astype(sizes.matmul_dtype), values, 0)
             width = both.shape[1] // heads
             own = both[:, :width]
@@ -304,17 +309,67 @@ def _kernel(layer_ref, row_lens_ref, table_ref, next_table_ref, q_ref, new_ref, 
             decay = decays[pair] if width == LANES else decays[pair][:, :1]
             sum_ref[pair] = sum_ref[pair] * decay + own
 
-    def middle_group(group, masked):
+    def first_token_of(group):
+        return (first_block(length) + group * blocks) * block_size
+
+    def visible(shape, first_token):
+        """Which tokens along axis 1 the row's query sees."""
+        position = first_token + lax.broadcasted_iota(jnp.int32, shape, 1)
+        mask = position < length
+        if spec.sliding_window is not None:
+            mask &= position >= length - spec.sliding_window
+        return mask
+
+    def attend_masked(group, slot):
+        """Piece by piece, so that a short tail costs less than a whole group."""
+        first_token = first_token_of(group)
+
+        def one_piece(piece, _):
+            first_index = piece * (sizes.tail_tokens // block_size)
+            attend(slot, first_index, sizes.tail_tokens, first_token + piece * sizes.tail_tokens, masked=True)
+            return 0
+
+        num_tokens = jnp.minimum(length - first_token, tokens)
+        lax.fori_loop(0, pl.cdiv(num_tokens, sizes.tail_tokens), one_piece, 0)
+
+    def start_middle_group(group):
         slot = (first_slot + group) % 2
         start_fetch(table_ref, length, group + 1, 1 - slot)
         wait_fetch(group, slot)
-        attend(group, slot, masked)
+        return slot
+
+    def middle_group(group, _):
+        attend(start_middle_group(group), 0, tokens, first_token_of(group), masked=False)
+        return 0
+
+    def clean_tail(slot):
+        """Zero values in the last piece beyond the last token: they may be NaN, and 0 * NaN is NaN."""
+        num_tokens = length - first_token_of(num_groups - 1)
+        first_unused = num_tokens // block_size
+        value_planes = [(head, plane) for head in range(layout.num_kv_heads) for plane in sizes.value_planes]
+
+        @pl.when(num_tokens % block_size > 0)
+        def _():
+            row = lax.broadcasted_iota(jnp.int32, (block_size, LANES), 0)
+            for head, plane in value_planes:
+                values = buffer_ref[slot, first_unused, head, plane]
+                kept = jnp.where(row < num_tokens % block_size, values.astype(jnp.float32), 0.0)
+                buffer_ref[slot, first_unused, head, plane] = kept.astype(values.dtype)
+
+        def zero_block(index, _):
+            for head, plane in value_planes:
+                buffer_ref[slot, index, head, plane] = jnp.zeros((block_size, LANES), buffer_ref.dtype)
+            return 0
+
+        end = pl.cdiv(num_tokens, sizes.tail_tokens) * (sizes.tail_tokens // block_size)
+        lax.fori_loop(pl.cdiv(num_tokens, block_size), end, zero_block, 0)
 
     def last_group():
         group = num_groups - 1
         slot = (first_slot + group) % 2
         start_next_row(1 - slot)
         wait_fetch(group, slot)
+        clean_tail(slot)  # before the write, which reads the same rows
         position = length - 1
         index = position // block_size - first_block(length) - group * blocks
         offset = position % block_size
@@ -331,7 +386,7 @@ def _kernel(layer_ref, row_lens_ref, table_ref, next_table_ref, q_ref, new_ref, 
             tile_ref, pool_ref.at[layer, block, :, :, pl.ds(first_row, sizes.write_rows), :], write_semaphore
         )
         write.start()
-        attend(group, slot, masked=True)
+        attend_masked(group, slot)
         write.wait()
 
     @pl.when(length > 0)
@@ -349,9 +404,9 @@ def _kernel(layer_ref, row_lens_ref, table_ref, next_table_ref, q_ref, new_ref, 
 
             @pl.when(num_groups > 1)
             def _():
-                middle_group(0, masked=True)
+                attend_masked(0, start_middle_group(0))
 
-        lax.fori_loop(first_whole, num_groups - 1, lambda group, _: (middle_group(group, masked=False), 0)[1], 0)
+        lax.fori_loop(first_whole, num_groups - 1, middle_group, 0)
         last_group()
         slot_ref[0] = (first_slot + num_groups) % 2
         mass = mass_ref[...].sum(-1, keepdims=True)
@@ -365,15 +420,6 @@ def _kernel(layer_ref, row_lens_ref, table_ref, next_table_ref, q_ref, new_ref, 
     def _():
         start_next_row(first_slot)
         out_ref[...] = jnp.zeros_like(out_ref)
-
-
-def _visible(first_token, length, sliding_window, shape, axis):
-    """Which tokens of a group the row's one query sees; the group's tokens run along `axis`."""
-    position = first_token + lax.broadcasted_iota(jnp.int32, shape, axis)
-    visible = position < length
-    if sliding_window is not None:
-        visible &= position >= length - sliding_window
-    return visible
 
 
 def to_matmul(values: jax.Array, dtype) -> jax.Array:

@@ -27,6 +27,8 @@ class TpuTiles:
 
     decode_group: int
     """KV tokens fetched and attended at once by the decode kernel; two such groups are in VMEM."""
+    decode_tail: int
+    """Masked KV tokens attended at once, at a row's end; divides `decode_group`."""
     heads_per_matmul: int
     """kv heads side by side in one decode matmul, with a block-diagonal q: 2 fills a 256-wide MXU."""
     query_tile: int
@@ -38,7 +40,7 @@ class TpuTiles:
 
 
 def default_tiles(layout: PoolLayout) -> TpuTiles:
-    """Groups of about 2 MiB for decode and 1 MiB for chunks, at most 2,048 tokens, whole blocks and whole 128-lane columns."""
+    """Groups of about 4 MiB for decode and 1 MiB for chunks, at most 2,048 tokens, whole blocks and whole 128-lane columns."""
     bytes_per_token = layout.num_kv_heads * layout.planes * layout.lanes * layout.dtype.itemsize
 
     def tokens(target_bytes: int, unit: int) -> int:
@@ -46,8 +48,10 @@ def default_tiles(layout: PoolLayout) -> TpuTiles:
 
     column = math.lcm(layout.block_size, LANES)
     key_tile = max(column, 512 // column * column)
+    decode_tail = max(column, 256 // column * column)
     return TpuTiles(
-        decode_group=tokens(2 << 20, column),
+        decode_group=tokens(4 << 20, decode_tail),
+        decode_tail=decode_tail,
         heads_per_matmul=2 if layout.num_kv_heads % 2 == 0 and layout.head_dim <= 128 else 1,
         query_tile=128 if layout.num_kv_heads <= 2 else 64,
         chunk_group=tokens(1 << 20, key_tile),

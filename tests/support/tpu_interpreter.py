@@ -20,7 +20,7 @@ LATE = pltpu.InterpretParams(
     dma_execution_mode="on_wait", detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
 )
 EAGER = pltpu.InterpretParams(dma_execution_mode="eager", uninitialized_memory="nan", out_of_bounds_reads="raise")
-SMALL_TILES = TpuTiles(decode_group=128, heads_per_matmul=2, query_tile=16, chunk_group=128, key_tile=128)
+SMALL_TILES = TpuTiles(decode_group=256, decode_tail=128, heads_per_matmul=2, query_tile=16, chunk_group=128, key_tile=128)
 LAYER, NUM_LAYERS = 1, 2
 
 
@@ -174,13 +174,18 @@ def live_tokens(step: Step) -> np.ndarray:
     return np.arange(int(step.batch.cu_q_lens[-1]))
 
 
-def check(step: Step, tolerance: float, tiles: TpuTiles = SMALL_TILES, modes=(LATE, EAGER), **scales) -> None:
-    """The kernels agree with the reference in each DMA mode, and bit for bit between the modes."""
+def check(
+    step: Step, tolerance: float, tiles: TpuTiles = SMALL_TILES, modes=(LATE, EAGER), kernel_step=None, **scales
+) -> None:
+    """The kernels agree with the reference in each DMA mode, and bit for bit between the modes.
+
+    `kernel_step`: what the kernels get instead of `step`, to see that a difference is found.
+    """
     live = live_tokens(step)
     expected, expected_pool = run_reference(step, **scales)
     outputs = []
     for mode in modes:
-        out, pool = run_kernel(step, mode, tiles, **scales)
+        out, pool = run_kernel(kernel_step or step, mode, tiles, **scales)
         assert np.isfinite(out[live]).all(), "NaN reached an output"
         np.testing.assert_allclose(out[live], expected[live], atol=tolerance, rtol=0)
         # Block 0 is the dead one; a slot that nothing was written to keeps its NaN.
