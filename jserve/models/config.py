@@ -57,8 +57,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        sizes = ("num_layers", "d_model", "num_heads", "num_kv_heads", "head_dim", "d_ff", "vocab_size", "context_length")
-        for name in sizes:
+        sizes = "num_layers d_model num_heads num_kv_heads head_dim d_ff vocab_size context_length"
+        for name in sizes.split():
             check_size(name, getattr(self, name))
         if self.sliding_window is not None:
             check_size("sliding_window", self.sliding_window)
@@ -76,7 +76,7 @@ class ModelConfig:
         return (LayerGroup(self.num_layers, self.sliding_window),)
 
     def with_context_length(self, length: int | None) -> ModelConfig:
-        """This model with a shorter context; None leaves it.  A window that then covers the context no longer matters."""
+        """This model with a shorter context; None leaves it.  A window that then covers it all no longer matters."""
         length = self.context_length if length is None else length
         if not 1 <= length <= self.context_length:
             raise ModelError(f"context_length = {length}: this model was made for 1 to {self.context_length}")

@@ -69,6 +69,6 @@ def from_gguf(
         raise ModelError(f"rope_freqs.weight together with {kind_key} = 'linear': not built")
     if divisors:
         if len(divisors) != head_dim // 2:
-            raise ModelError(f"rope_freqs.weight has {len(divisors)} entries, a head of {head_dim} needs {head_dim // 2}")
+            raise ModelError(f"rope_freqs.weight has {len(divisors)} entries for heads of {head_dim}")
         return RopeScaling(theta, "divisors", divisors=divisors)
     return RopeScaling(theta, "linear", factor=number(fields, factor_key)) if kind == "linear" else RopeScaling(theta)

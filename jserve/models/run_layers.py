@@ -1,7 +1,8 @@
 """The layer loop: the one place that decides how it is compiled, by platform.
 
-Measured (device-less compiles and CPU runs): a scan over stacked weights compiles independently of depth, but on GPU it copies
-every layer's weights out of the stack each step; a Python loop over the same arrays with a static index does not.
+Measured (device-less compiles, CPU runs): a scan over stacked weights compiles independently of depth, but on GPU it
+copies every layer's weights out of the stack each step; a Python loop over the same arrays with a static index does
+not.  On CPU both copy (the loop all layers at once), so the scan; only an array of its own for each layer would avoid it.
 """
 
 from __future__ import annotations

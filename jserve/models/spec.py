@@ -22,8 +22,8 @@ Initialiser = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 class Piece:
     """One checkpoint tensor, and which rows of a parameter's output axis are its own.
 
-    The output axis is `units` equal parts; of each part the tensor fills `start:stop`, in order.  So q, k and v of three kv
-    groups with G query heads of H are Piece(q, 3, 0, G*H), Piece(k, 3, G*H, (G+1)*H) and Piece(v, 3, (G+1)*H, (G+2)*H).
+    The output axis is `units` equal parts; of each part the tensor fills `start:stop`, in order.  So q, k and v of 3
+    kv groups with G query heads of H are Piece(q, 3, 0, G*H), Piece(k, 3, G*H, (G+1)*H), Piece(v, 3, (G+1)*H, (G+2)*H).
     """
 
     name: str

@@ -130,8 +130,8 @@ _SAMPLED_BYTES = 4096
 def _digest(metadata: bytes, tensors: Mapping[str, StoredTensor]) -> str:
     """SHA-256 over the metadata and, of every tensor by name, its place in the format and its first and last 4 KiB.
 
-    Reads about 8 KiB a tensor whatever the model's size.  Training moves every tensor as a whole, so two models differ in
-    these samples; a file changed by hand in the middle of a tensor keeps its digest.
+    Reads about 8 KiB a tensor whatever the model's size.  Training moves every tensor as a whole, so two models differ
+    in these samples; a file changed by hand in the middle of a tensor keeps its digest.
     """
     digest = hashlib.sha256(metadata)
     for name in sorted(tensors):

@@ -90,7 +90,7 @@ def load_params(specs: Any, checkpoint: Checkpoint, place: Place, progress: Prog
 
 
 def _check_one_to_one(specs: Any, checkpoint: Checkpoint) -> None:
-    """Every parameter has its tensors, of the right shape, and every tensor has its parameter: before anything is read."""
+    """Before anything is read: every parameter has its tensors, of the right shape, and every tensor its parameter."""
     tensors = checkpoint.tensors
     wanted = {
         name: spec.checkpoint_shape(piece) for spec in leaves(specs) for name, piece, _ in checkpoint_tensors(spec)
@@ -132,7 +132,7 @@ def _aligned_empty(spec: ParamSpec) -> np.ndarray:
 
 
 def _put(array: np.ndarray, device: jax.Device) -> jax.Array:
-    """On CPU the array itself becomes the jax array.  Elsewhere the copy is awaited, so that only one is on the host."""
+    """On CPU the array itself becomes the jax array.  Elsewhere the copy is awaited: one array at a time."""
     placed = jax.device_put(array, device, may_alias=True)
     return placed if device.platform == "cpu" else jax.block_until_ready(placed)
 

@@ -1,6 +1,6 @@
 """HF safetensors: which file holds which tensor, and where in it.
 
-Reads headers only; the tensors' bytes are read when they are placed.  Files are read, not mapped, because a map past the end of
+Reads headers only; the tensors' bytes are read when they are placed.  Files are read, not mapped: a map past the end of
 a truncated file kills the process.
 """
 

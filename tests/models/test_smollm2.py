@@ -8,7 +8,7 @@ import pytest
 
 from jserve.weights.load import load_model
 from tests.support.smollm2 import smollm2_gguf
-from tests.support.tiny_models import full_logits
+from tests.support.tiny_models import full_logits, script_gguf
 
 PADDED = 96
 """One length, so that the forward compiles once; causal attention ignores what follows."""
@@ -43,3 +43,13 @@ def test_what_the_gguf_says_about_the_model(smollm2):
     assert (config.rope.theta, config.context_length, config.vocab_size, config.tied) == (1e5, 8192, 49152, True)
     assert (config.bos_token_id, smollm2.eos_token_ids) == (1, (2,))
     assert len(smollm2.tokenizer_source["tokenizer.ggml.tokens"]) == 49152
+
+
+def test_the_script_model_says_its_chain_by_a_wide_margin(tmp_path):
+    """The fixture that other tests put words into the engine's mouth with."""
+    chain = np.random.default_rng(3).choice(np.arange(17, 49152), 60, replace=False).tolist()
+    model = load_model(script_gguf(tmp_path / "script.gguf", chain, smollm2_gguf(), eos=True), "float32")
+    logits = full_logits(model.params, model.config, chain)
+    assert logits.argmax(axis=1).tolist() == [*chain[1:], 2]
+    best, second = np.sort(logits, axis=1)[:, [-1, -2]].T
+    assert (best - second).min() > 40

@@ -11,7 +11,16 @@ import pytest
 from jserve.models import llama
 from jserve.models.config import ModelConfig, RopeScaling
 from jserve.models.layers import rope_table
-from jserve.models.spec import Piece, ParamSpec, checkpoint_tensors, init_params, leaves, num_bytes, num_parameters, zeros
+from jserve.models.spec import (
+    ParamSpec,
+    Piece,
+    checkpoint_tensors,
+    init_params,
+    leaves,
+    num_bytes,
+    num_parameters,
+    zeros,
+)
 
 CONFIG = ModelConfig(
     family="llama",
@@ -68,7 +77,7 @@ def test_init_gives_the_shapes_and_dtypes_of_the_specs_and_differs_by_leaf():
 
 
 def test_a_split_of_the_fused_axes_is_a_model_of_fewer_heads():
-    """Halves by plain slicing: each computes its own heads and ffn, and the outputs of the halves add up to the whole."""
+    """Halves by plain slicing: each computes its own heads and ffn, and the halves' outputs add up to the whole."""
     rng = np.random.default_rng(0)
     whole = _first_layer(_filled(llama.param_specs(CONFIG, "float32"), rng))
     specs = llama.param_specs(CONFIG, "float32", num_shards=2)

@@ -1,7 +1,7 @@
 """Tiny checkpoints that tests make themselves, and the slow way to run them: the whole sequence, no cache reuse.
 
-`transformers_llama` is the oracle's own checkpoint (needs torch); `script_gguf` and `random_gguf` need none and carry a tokenizer:
-SCRIPT says what the test wants, RANDCTX depends on every token before.
+`transformers_llama` is the oracle's own checkpoint (needs torch); `script_gguf` and `random_gguf` need none and carry a
+tokenizer: SCRIPT says what the test wants, RANDCTX depends on every token before.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def full_logits(
 
 
 def naive_generate(params: Any, config: ModelConfig, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Greedy continuation: the whole sequence again for each token.  Padded to one length, so it compiles once."""
+    """Greedy continuation: the whole sequence again for each token, padded to one length so that it compiles once."""
     ids = list(prompt)
     for _ in range(num_tokens):
         padded = ids + [0] * (len(prompt) + num_tokens - len(ids))  # causal: what follows changes nothing before it
@@ -63,7 +63,7 @@ def naive_generate(params: Any, config: ModelConfig, prompt: Sequence[int], num_
 
 
 def transformers_llama(folder: Path, *, seed: int = 0, max_shard_size: str | int | None = None, **overrides):
-    """Saves a random `LlamaForCausalLM` in `folder` and returns it.  Every parameter is random, biases and norms too."""
+    """Saves a random `LlamaForCausalLM` in `folder` and returns it.  All parameters are random, biases and norms too."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -191,11 +191,11 @@ def _add_field(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def script_gguf(path: Path, chain: Sequence[int], tokenizer_from: Path, d_model: int = 128, eos: bool = False) -> Path:
-    """A model that answers chain[i] with chain[i + 1], by a margin of tens, with the tokenizer of the GGUF `tokenizer_from`.
+    """A model that answers chain[i] with chain[i + 1], by a margin of tens, with the tokenizer of `tokenizer_from`.
 
-    Attention and MLP add nothing to the hidden state, which so stays the last token's embedding a; the head's row for the
-    wanted successor b is a.  Keys and values are computed and cached as ever.  No token may stand twice in the chain, for
-    it has one successor; what follows the chain's last token, or one outside it, is arbitrary (with `eos`: EOS).
+    Attention and MLP add nothing to the hidden state, which so stays the last token's embedding a; the head's row for
+    the wanted successor b is a.  Keys and values are computed and cached as ever.  No token may stand twice in the
+    chain, for it has one successor; what follows its last token is arbitrary (with `eos`: EOS), as after any other.
     """
     fields = {key: value for key, value in read_gguf(tokenizer_from).fields.items() if key.startswith("tokenizer.")}
     chain = [*chain, fields["tokenizer.ggml.eos_token_id"]] if eos else list(chain)
@@ -278,7 +278,7 @@ def _random_layers(
 
 
 def _byte_level_vocabulary(vocab_size: int, eos_token_id: int) -> dict[str, Any]:
-    """GGUF tokenizer fields: 256 bytes, merged pairs of letters, and at the end three control tokens with a chat template."""
+    """GGUF tokenizer fields: 256 bytes, merged pairs of letters, three control tokens at the end, a chat template."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = [chr(byte) for byte in printable] + [chr(256 + index) for index in range(len(others))]

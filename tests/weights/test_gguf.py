@@ -27,9 +27,10 @@ def write(path, tensors=(), fields=()):
 def test_metadata_are_plain_values_of_every_type(tmp_path):
     fields = [
         ("add_uint8", "u8", 200), ("add_int8", "i8", -3), ("add_uint16", "u16", 60000), ("add_int16", "i16", -300),
-        ("add_uint32", "u32", 4 * 10**9), ("add_int32", "i32", -5), ("add_uint64", "u64", 2**63), ("add_int64", "i64", -(2**40)),
-        ("add_float32", "f32", 0.5), ("add_float64", "f64", 0.1), ("add_bool", "yes", True), ("add_string", "text", "naïve 🙂"),
-        ("add_array", "words", ["a", "", "ü"]), ("add_array", "numbers", [3, 1, 2]), ("add_array", "floats", [0.5, -1.0]),
+        ("add_uint32", "u32", 4 * 10**9), ("add_int32", "i32", -5), ("add_uint64", "u64", 2**63),
+        ("add_int64", "i64", -(2**40)), ("add_float32", "f32", 0.5), ("add_float64", "f64", 0.1),
+        ("add_bool", "yes", True), ("add_string", "text", "naïve 🙂"), ("add_array", "words", ["a", "", "ü"]),
+        ("add_array", "numbers", [3, 1, 2]), ("add_array", "floats", [0.5, -1.0]),
     ]  # fmt: skip
     read = read_gguf(write(tmp_path / "m.gguf", [("w", np.ones((1, 1), np.float32), None)], fields)).fields
     assert {key: read[key] for _, key, _ in fields} == {key: value for _, key, value in fields}

@@ -50,7 +50,8 @@ def test_a_truncated_file_is_named_with_tensor_and_bytes(sharded):
     whole = path.stat().st_size
     with path.open("r+b") as file:
         file.truncate(whole - 10)
-    with pytest.raises(WeightsError, match=f"one.safetensors: truncated: tensor . is .*{whole}, the file has {whole - 10}"):
+    complaint = f"one.safetensors: truncated: tensor . is .*{whole}, the file has {whole - 10}"
+    with pytest.raises(WeightsError, match=complaint):
         read_folder(sharded)
 
 
