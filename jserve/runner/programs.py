@@ -129,9 +129,10 @@ class ProgramSet:
         for group in range(len(pools)):
             pairs = np.array([(src, dst) for g, src, dst in copies if g == group], np.int32).reshape(-1, 2)
             for at in range(0, len(pairs), NUM_COPIES):
-                padded = np.zeros((NUM_COPIES, 2), np.int32)
-                padded[: len(pairs[at : at + NUM_COPIES])] = pairs[at : at + NUM_COPIES]
-                pools[group] = self._compiled["copy", group](pools[group], padded[:, 0].copy(), padded[:, 1].copy())
+                count = min(NUM_COPIES, len(pairs) - at)
+                packed = np.zeros((2, NUM_COPIES), np.int32)
+                packed[:, :count] = pairs[at : at + count].T
+                pools[group] = self._compiled["copy", group](pools[group], packed, np.int32(count))
         return tuple(pools)
 
     def run_each_once(self, params, pools, slot_tokens):
@@ -176,7 +177,8 @@ class ProgramSet:
         rows = jax.ShapeDtypeStruct((SCORED_ROWS, width), dtype)
         jobs["score"] = functools.partial(_lower, self._score_program, (), params, rows, _i32(SCORED_ROWS))
         for group, pool in enumerate(pools):
-            jobs["copy", group] = functools.partial(_lower, copy_blocks, (0,), pool, _i32(NUM_COPIES), _i32(NUM_COPIES))
+            program = functools.partial(_copy_pairs, platform=self._layouts[group].platform)
+            jobs["copy", group] = functools.partial(_lower, program, (0,), pool, _i32(2, NUM_COPIES), _i32())
         return jobs
 
     def _forward_program(self, shape: StepShape) -> Callable:
@@ -205,6 +207,10 @@ class ProgramSet:
         logits_CV = self._model.logits(params, self._config, rows_CD)
         scores = score_positions(logits_CV, targets, self._num_real_tokens)
         return _pack_columns(targets, scores.logprob, jnp.isfinite(logits_CV[:, 0]), scores)
+
+
+def _copy_pairs(pool, pairs, count, *, platform: str):
+    return copy_blocks(pool, pairs[0], pairs[1], count, platform=platform)
 
 
 def _select_rows(hidden_TD, rows):
