@@ -2,7 +2,7 @@
 
 Measured (device-less compiles, CPU runs): a scan over stacked weights compiles independently of depth, but on GPU it
 copies every layer's weights out of the stack each step; a Python loop over the same arrays with a static index does
-not.  On CPU both copy (the loop all layers at once), so the scan; only an array of its own for each layer would avoid it.
+not.  On CPU both copy (the loop all layers at once), so the scan; only an array for each layer would avoid that.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ def naive_generate(params: Any, config: ModelConfig, prompt: Sequence[int], num_
 
 
 def transformers_llama(folder: Path, *, seed: int = 0, max_shard_size: str | int | None = None, **overrides):
-    """Saves a random `LlamaForCausalLM` in `folder` and returns it.  All parameters are random, biases and norms too."""
+    """Saves a random `LlamaForCausalLM` in `folder` and returns it; biases and norms are random too."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
