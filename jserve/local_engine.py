@@ -65,5 +65,10 @@ async def _in_daemon_thread(function: Callable, name: str):
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(set_unless_cancelled, *outcome)
 
-    threading.Thread(target=work, name=name, daemon=True).start()
-    return await future
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    thread.start()
+    try:
+        return await future
+    finally:
+        if not future.cancelled():
+            thread.join()  # it has handed over its outcome and is about to end

@@ -23,10 +23,11 @@ COMMANDS = {
     "generate": "one prompt, in process",
     "batch": "a file of requests to a file of results",
     "bench": "throughput, latency and start-up figures",
+    "plan": "memory, step times and settings of a model on a device, before it is rented",
     "fetch": "put a model on disk",
 }
 BUILD_THREAD = "jserve-build"  # `jserve.local_engine.BUILD_THREAD`, which costs an import that --help need not pay
-NOT_BUILT = ("plan", "replay", "top", "convert")
+NOT_BUILT = ("replay", "top", "convert")
 
 USAGE = """\
 usage: jserve COMMAND [flags]        jserve COMMAND --help tells more
@@ -48,11 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (`| head`) has left; python would complain again when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    return code
+
+
+def run_process() -> None:
+    """The console script: `main`, then the end of the process."""
+    code = main()
     if any(thread.name == BUILD_THREAD for thread in threading.enumerate()):
         # Interrupted while the engine was being built.  XLA cannot be; an ordinary exit would wait for every compile.
         sys.stderr.flush()
         os._exit(code)
-    return code
+    sys.exit(code)
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -146,4 +153,4 @@ def _usage_error(line: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_process()
