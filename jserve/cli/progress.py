@@ -17,7 +17,7 @@ LINE_EVERY_S = 5.0
 class StartReport:
     """Writes to `stream` (stderr unless given), and keeps `seconds` by phase for `bench startup`.
 
-    A phase begins with its first progress call (done = 0) and ends with done == total.
+    A phase begins when the line or phase before it ends, and ends with done == total.
     """
 
     def __init__(self, stream: TextIO | None = None, quiet: bool = False):
@@ -25,6 +25,7 @@ class StartReport:
         self._stream = stream or sys.stderr
         self._quiet = quiet
         self._began: dict[str, float] = {}
+        self._last_event = time.perf_counter()
         self._last_line = 0.0
         self._bar = None
         self._task = None
@@ -32,9 +33,10 @@ class StartReport:
 
     def line(self, text: str) -> None:
         """One line that stays, above the bar where one is drawn."""
-        if self._quiet:
-            return
         with self._lock:
+            self._last_event = time.perf_counter()
+            if self._quiet:
+                return
             if self._bar is not None:
                 self._bar.console.print(text, markup=False, highlight=False)
             else:
@@ -46,7 +48,8 @@ class StartReport:
         """`done` of `total` parts of a phase are finished, e.g. ("compile", 3, 14)."""
         now = time.perf_counter()
         with self._lock:
-            began = self._began.setdefault(phase, now)
+            began = self._began.setdefault(phase, self._last_event)
+            self._last_event = now
             self.seconds[phase] = now - began
             if self._quiet:
                 return
