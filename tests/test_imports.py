@@ -15,7 +15,7 @@ FLOORS = (
     ("jserve.scheduler", "jserve.models"),
     ("jserve.runner", "jserve.weights", "jserve.tiers"),
     ("jserve.lora", "jserve.speculative"),
-    ("jserve.engine",),
+    ("jserve.engine", "jserve.planner"),
     (
         "jserve.server",
         "jserve.llm",
@@ -62,7 +62,16 @@ def test_kernels_know_nothing_of_the_engine():
     assert [f"{source} imports {target}" for source, target in arrows() if source.startswith("pallas_kernels")] == []
 
 
-WITHOUT_JAX = ("jserve.config", "jserve.request", "jserve.kv", "jserve.scheduler", "jserve.grammar", "jserve.cli.main")
+WITHOUT_JAX = (
+    "jserve.config",
+    "jserve.request",
+    "jserve.kv",
+    "jserve.scheduler",
+    "jserve.grammar",
+    "jserve.planner.report",
+    "jserve.planner.bucket_choice",
+    "jserve.cli.main",
+)
 
 
 @pytest.mark.parametrize("module", WITHOUT_JAX)
