@@ -10,6 +10,8 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import fields
 
+from prometheus_client import CollectorRegistry
+
 from jserve.config import Config
 from jserve.engine.info import Loads, ModelInfo
 from jserve.request import (
@@ -76,6 +78,7 @@ class FakeEngine:
                  max_waiting: int = 10**6):
         self.info = MODEL_INFO
         self.config = Config().replace("model", dtype="float32")
+        self.metrics_registry = CollectorRegistry()
         self.state = "ready"
         self.step_s = step_s
         self.num_tokens = num_tokens
