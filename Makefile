@@ -78,7 +78,7 @@ else
 	@touch $@
 
 test-compile: .venv-compile/installed
-	.venv-compile/bin/python -m pytest -m compile --timeout 900 $(PYTEST_ARGS) tests/compile
+	.venv-compile/bin/python -m pytest -m compile -n $(JOBS) --dist loadgroup --timeout 900 $(PYTEST_ARGS) tests/compile
 endif
 
 ifeq ($(PYTHON_NEXT),)
