@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import numbers
+import operator
 from collections.abc import Callable, Mapping, Sequence
 
 from jserve.cli.config_file import override_tables
@@ -153,7 +154,11 @@ def _request_from(prompt: Prompt, params: SamplingParams) -> GenerateRequest:
     if isinstance(prompt, str):
         return GenerateRequest(prompt=prompt, sampling_params=params)
     if not isinstance(prompt, Mapping):
-        return GenerateRequest(prompt_token_ids=list(prompt), sampling_params=params)
+        try:
+            token_ids = [operator.index(token_id) for token_id in prompt]
+        except TypeError:
+            raise invalid("prompts", prompt, "a prompt is text, a list of token ids, or a dict") from None
+        return GenerateRequest(prompt_token_ids=token_ids, sampling_params=params)
     known = {one.name for one in dataclasses.fields(GenerateRequest)} - {"sampling_params", "tenant", "deadline"}
     fields = dict(prompt)
     for name in fields:

@@ -1,5 +1,6 @@
 import threading
 
+import numpy as np
 import pytest
 
 from jserve import LLM, Config, ConfigError, RequestError, SamplingParams
@@ -98,6 +99,18 @@ def test_unknown_keys_of_a_prompt_are_refused(llm):
         llm.generate({"promt": "x"})
     with pytest.raises(RequestError, match="each message has role and content"):
         llm.chat([{"role": "user"}])
+
+
+@pytest.mark.parametrize("prompts", [[1, 2.5], [[1, 2.5]], [None], [["a"]]])
+def test_what_is_no_prompt_is_named(llm, prompts):
+    with pytest.raises(RequestError, match="a prompt is text, a list of token ids, or a dict"):
+        llm.generate(prompts)
+
+
+def test_token_ids_may_be_numpy_integers(llm, engine):
+    llm.generate(np.arange(5, 8))
+    assert engine.requests[0].prompt_token_ids == [5, 6, 7]
+    assert type(engine.requests[0].prompt_token_ids[0]) is int
 
 
 def test_sections_override_the_config(engine):
