@@ -1,8 +1,7 @@
 """Schedules of the TPU kernels as the real compiler made them: bundles, spills and matrix work by loop, without a TPU.
 
     python tools/count_bundles.py decode --target v5e --target tpu7x --kv-heads 8 --group 4 --block-size 64
-    python tools/count_bundles.py table            # the tables of docs/kernels-tpu.md
-    python tools/count_bundles.py tree --kernel chunks --target v6e ...
+    python tools/count_bundles.py table            # the tables of docs/kernels-tpu.md, about 30 compiles
 
 A bundle is one issue slot of the machine.  DMA time and waits are not in it: the counts compare kernels and hold a budget,
 they are no latency.  One subprocess a compile, because the dump flags go to libtpu when it starts.
@@ -115,6 +114,35 @@ def compile_case(case: Case) -> Loop:
         return parse(max(dumps, key=lambda path: path.stat().st_size).read_text())
 
 
+def decode_bundles_per_kib(tree: Loop, case: Case) -> float:
+    """Of the loop over whole KV groups, the fetches of its blocks included."""
+    if case.kernel == "shipped":  # one loop, whose fetches are unrolled
+        tokens = case.group_tokens or 512
+        group = max(tree.walk(), key=lambda loop: loop.pushes)
+        fetches = [loop for loop in tree.walk() if loop.depth == group.depth - 1 and group in loop.inner]
+        return (group.bundles + sum(loop.bundles for loop in fetches[0].inner if loop is not group)) / _kib(case, tokens)
+    tokens = tiles_of(case).decode_group
+    group = max((loop for loop in tree.walk() if loop.inner and loop.depth >= 2), key=lambda loop: loop.pushes)
+    fetch = sum(loop.bundles for loop in group.inner)
+    return (group.bundles + fetch * (tokens // case.block_size)) / _kib(case, tokens)
+
+
+def _kib(case: Case, tokens: int) -> float:
+    return tokens * case.kv_bytes_per_token / 1024
+
+
+def layout_of(case: Case):
+    from pallas_kernels.paged_attention import layout
+
+    return layout("tpu", case.kv_heads, case.head_dim, case.block_size, case.dtype)
+
+
+def tiles_of(case: Case):
+    from pallas_kernels.paged_attention.mosaic_tpu_tiles import default_tiles
+
+    return default_tiles(layout_of(case))
+
+
 def build(case: Case) -> None:
     """In the child: lower and compile the one kernel."""
     import functools
@@ -122,12 +150,13 @@ def build(case: Case) -> None:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, layout, mosaic_tpu, mosaic_tpu_tiles
+    from pallas_kernels.paged_attention import AttentionSpec, mosaic_tpu_chunk, mosaic_tpu_decode, mosaic_tpu_write
 
-    num_rows, num_tokens, max_blocks, num_blocks = 16, 512, 128, 512
+    num_rows, num_tokens, max_blocks, num_blocks, num_items = 16, 512, 128, 512, 64
     i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
     bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
     num_heads = case.kv_heads * case.group
+    compile_for = functools.partial(targets.compile_for, case.target)
     if case.kernel == "shipped":
         from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ragged_paged_attention
 
@@ -137,38 +166,62 @@ def build(case: Case) -> None:
             num_queries_per_block=8,
             vmem_limit_bytes=(50 if case.target == "tpu7x" else 100) << 20,
         )
-        targets.compile_for(
-            case.target,
-            function,
-            bf16(num_rows, num_heads, case.head_dim),
-            bf16(num_blocks, case.block_size, 2 * case.kv_heads, case.head_dim),
-            i32(num_rows),
-            i32(num_rows, max_blocks),
-            i32(num_rows + 1),
-            i32(1),
-        )
+        pages = bf16(num_blocks, case.block_size, 2 * case.kv_heads, case.head_dim)
+        q = bf16(num_rows, num_heads, case.head_dim)
+        compile_for(function, q, pages, i32(num_rows), i32(num_rows, max_blocks), i32(num_rows + 1), i32(1))
         return
-    pool_layout = layout("tpu", case.kv_heads, case.head_dim, case.block_size, case.dtype)
-    decode_only = case.kernel == "decode"
-    spec = AttentionSpec(case.head_dim**-0.5, sliding_window=case.window, decode_only=decode_only)
-    tiles = mosaic_tpu_tiles.default_tiles(pool_layout)
-    num_tokens = num_rows if decode_only else num_tokens
+    pool_layout = layout_of(case)
+    spec = AttentionSpec(case.head_dim**-0.5, sliding_window=case.window)
+    pool = jax.ShapeDtypeStruct(pool_layout.shape(2, num_blocks), pool_layout.storage_dtype)
+    new = lambda count: jax.ShapeDtypeStruct((count, case.kv_heads, pool_layout.planes, 128), pool.dtype)
+    tables = i32(num_rows, 1, max_blocks)
+    static = {"layout": pool_layout, "spec": spec, "tiles": tiles_of(case)}
+    if case.kernel == "decode":
+        function = functools.partial(mosaic_tpu_decode.decode_attention, **static)
+        q = bf16(num_rows, num_heads, case.head_dim)
+        compile_for(function, q, new(num_rows), pool, i32(), tables, i32(num_rows), i32(), donate=(2,))
+    elif case.kernel == "write":
+        writes = mosaic_tpu_write.ChunkWrites(*(i32(num_items) for _ in range(4)), i32())
+        function = functools.partial(mosaic_tpu_write.write_chunks, layout=pool_layout)
+        compile_for(function, new(num_tokens), pool, i32(), writes, donate=(1,))
+    else:
+        chunks = mosaic_tpu_chunk.ChunkTiles(*(i32(num_items) for _ in range(5)), i32())
+        function = functools.partial(mosaic_tpu_chunk.attend_chunks, **static)
+        compile_for(function, bf16(num_tokens, num_heads, case.head_dim), pool, i32(), tables, chunks)
 
-    def function(q, k, v, pool, layer, batch):
-        metadata = mosaic_tpu.prepare(batch, num_tokens, pool_layout, spec, tiles)
-        return mosaic_tpu.attend(q, k, v, pool, layer, metadata, layout=pool_layout, spec=spec, tiles=tiles)
 
-    targets.compile_for(
-        case.target,
-        function,
-        bf16(num_tokens, num_heads, case.head_dim),
-        bf16(num_tokens, case.kv_heads, case.head_dim),
-        bf16(num_tokens, case.kv_heads, case.head_dim),
-        jax.ShapeDtypeStruct(pool_layout.shape(2, num_blocks), pool_layout.storage_dtype),
-        i32(),
-        RaggedBatch(i32(num_rows, max_blocks), i32(num_rows), i32(num_rows + 1), i32()),
-        donate=(3,),
-    )
+TABLE_SHAPES = {
+    "Llama-3-8B, TP 1": {"kv_heads": 8, "group": 4, "block_size": 64},
+    "Llama-3-8B, TP 8": {"kv_heads": 1, "group": 4, "block_size": 128},
+    "Qwen3-30B-A3B, TP 1": {"kv_heads": 4, "group": 8, "block_size": 64},
+    "Qwen3-32B, TP 8": {"kv_heads": 1, "group": 8, "block_size": 128},
+}
+TABLE_TARGETS = ("v5e", "v6e", "tpu7x")
+
+
+def print_table() -> None:
+    """Markdown rows, as they come."""
+    for name, shape in TABLE_SHAPES.items():
+        group_tokens = 512 if shape["kv_heads"] == 8 else 1024 if shape["kv_heads"] == 4 else 2048
+        for target in TABLE_TARGETS:
+            ours, shipped = (
+                Case(kernel, target, **shape, group_tokens=group_tokens) for kernel in ("decode", "shipped")
+            )
+            trees = [compile_case(case) for case in (ours, shipped)]
+            costs = [decode_bundles_per_kib(tree, case) for tree, case in zip(trees, (ours, shipped))]
+            spills = [max(loop.spills for loop in tree.walk()) for tree in trees]
+            print(
+                f"| {name} | {target} | {tiles_of(ours).decode_group} | {costs[0]:.3f} | {spills[0]} "
+                f"| {group_tokens} | {costs[1]:.3f} | {spills[1]} |",
+                flush=True,
+            )
+    for name in ("Llama-3-8B, TP 1", "Llama-3-8B, TP 8"):
+        for target in TABLE_TARGETS:
+            tree = compile_case(Case("chunks", target, **TABLE_SHAPES[name]))
+            main = max(tree.walk(), key=lambda loop: loop.matmuls)
+            print(
+                f"| {name} | {target} | {main.bundles} | {main.spills} | {main.matmuls} | {main.pushes} |", flush=True
+            )
 
 
 def main() -> None:
@@ -178,7 +231,7 @@ def main() -> None:
     if arguments.child:
         build(Case(**json.loads(arguments.child)))
         return
-    parser.add_argument("kernel", choices=KERNELS)
+    parser.add_argument("kernel", choices=[*KERNELS, "table"])
     parser.add_argument("--target", action="append", choices=targets.SINGLE_DEVICE_TARGETS)
     for name in ("kv_heads", "group", "head_dim", "block_size"):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=getattr(Case, name))
@@ -187,10 +240,16 @@ def main() -> None:
     parser.add_argument("--group-tokens", type=int)
     arguments = parser.parse_args()
     options = {k: v for k, v in vars(arguments).items() if k not in ("child", "target")}
+    if arguments.kernel == "table":
+        print_table()
+        return
     for target in arguments.target or targets.SINGLE_DEVICE_TARGETS:
         case = Case(target=target, **options)
         print(case, flush=True)
-        print(compile_case(case).describe(), flush=True)
+        tree = compile_case(case)
+        print(tree.describe(), flush=True)
+        if case.kernel in ("decode", "shipped"):
+            print(f"{decode_bundles_per_kib(tree, case):.3f} bundles per KiB of KV in the group loop", flush=True)
 
 
 if __name__ == "__main__":

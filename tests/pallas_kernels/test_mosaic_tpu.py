@@ -39,21 +39,21 @@ def test_window_skips_freed_blocks():
 
 
 def test_soft_cap_sinks_and_a_packed_head_of_64():
-    step = make_step(decodes=[1, 130], chunks=[(120, 20)], head_dim=64, soft_cap=5.0, has_sinks=True)
-    check(step, FLOAT32)
+    step = make_step(decodes=[1, 130], chunks=[(120, 20)], head_dim=64, num_kv_heads=2, group=1, soft_cap=5.0, has_sinks=True)
+    check(step, FLOAT32, modes=(LATE,))
 
 
 def test_bfloat16_with_a_head_of_256():
     step = make_step(
         decodes=[1, 130], chunks=[(120, 20)], head_dim=256, dtype="bfloat16", compute_dtype="bfloat16", num_kv_heads=1
     )
-    check(step, BFLOAT16)
+    check(step, BFLOAT16, modes=(LATE,))
 
 
 def test_int8_with_a_scale_per_head_and_a_padded_head_of_80():
     scales = {"k_scale": jnp.array([0.02, 0.03, 0.025]), "v_scale": jnp.float32(0.025)}
     step = make_step(decodes=[1, 130], chunks=[(120, 20)], dtype="int8", head_dim=80, num_kv_heads=3, group=1)
-    check(step, 1e-5, **scales)
+    check(step, 1e-5, modes=(EAGER,), **scales)
 
 
 def test_fp8_decode():
@@ -97,7 +97,7 @@ class TestPlantedBugs:
                     self.copy.wait()
 
         monkeypatch.setattr(pltpu, "make_async_copy", WithoutWait)
-        with pytest.raises(AssertionError):
+        with pytest.raises(Exception, match="(?i)race|NaN"):
             check(self.step(), FLOAT32, modes=(LATE,))
 
     def test_wrong_block(self, monkeypatch):

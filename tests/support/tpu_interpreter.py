@@ -174,6 +174,23 @@ def live_tokens(step: Step) -> np.ndarray:
     return np.arange(int(step.batch.cu_q_lens[-1]))
 
 
+def slots_of(step: Step) -> tuple[np.ndarray, np.ndarray]:
+    """bool[B, P]: slots that hold a visible token after the step; bool[B]: blocks of no sequence, the dead one left out.
+
+    A slot after a sequence's last token is nobody's, and a kernel may clear it.
+    """
+    num_blocks, block_size = step.arrays["pool"].shape[1], step.layout.block_size
+    tokens, foreign = np.zeros((num_blocks, block_size), bool), np.ones(num_blocks, bool)
+    foreign[0] = False
+    for row, (before, new) in enumerate(step.rows):
+        table = np.asarray(step.batch.block_tables[row])
+        foreign[table] = False
+        for position in range(before + new):
+            block = table[position // block_size]
+            tokens[block, position % block_size] = block > 0
+    return tokens, foreign
+
+
 def check(
     step: Step, tolerance: float, tiles: TpuTiles = SMALL_TILES, modes=(LATE, EAGER), kernel_step=None, **scales
 ) -> None:
@@ -188,8 +205,12 @@ def check(
         out, pool = run_kernel(kernel_step or step, mode, tiles, **scales)
         assert np.isfinite(out[live]).all(), "NaN reached an output"
         np.testing.assert_allclose(out[live], expected[live], atol=tolerance, rtol=0)
-        # Block 0 is the dead one; a slot that nothing was written to keeps its NaN.
-        np.testing.assert_array_equal(np.nan_to_num(pool[:, 1:]), expected_pool[:, 1:])
+        tokens, foreign = slots_of(step)
+        by_slot = lambda x: x[LAYER].transpose(0, 3, 1, 2, 4)  # [B, P, K, planes, lanes]
+        np.testing.assert_array_equal(by_slot(pool)[tokens], by_slot(expected_pool)[tokens])
+        before = as_float(step.arrays["pool"])
+        np.testing.assert_array_equal(pool[LAYER, foreign], before[LAYER, foreign])
+        np.testing.assert_array_equal(np.delete(pool, LAYER, 0), np.delete(before, LAYER, 0))
         outputs.append((out[live], pool))
     for out, pool in outputs[1:]:
         np.testing.assert_array_equal(out, outputs[0][0])
