@@ -97,7 +97,8 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
     programs.compile(
         model.params,
         config.compile.num_threads,
-        lambda done, total, what: report.progress("compile", done, total),
+        lambda done, total: report.progress("compile", done, total),
+        store_folder=os.path.join(config.compile.cache_dir, "executables"),
     )
     runner = ModelRunner(programs, model.params, blocks.tables)
     runner.warm_up()

@@ -68,8 +68,9 @@ class CompilePlan:
         )
 
     def sampler_rows(self, variant: SamplerVariant) -> tuple[int, ...]:
-        """Row buckets of a variant: every sequence bucket, or three of them for the rarer ones with log-probabilities."""
-        if not variant.logprobs:
+        """Row buckets of a variant: every sequence bucket for the cheap greedy one, three for those that take longer to
+        compile."""
+        if variant == SamplerVariant(SamplerKind.GREEDY, logprobs=False):
             return self.sequence_buckets
         return tuple(sorted({min(size, self.num_slots) for size in (1, 8, self.num_slots)}))
 

@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
+
+from jserve.runner.executable_store import ExecutableStore
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
@@ -55,29 +56,35 @@ def use_persistent_cache(folder: str) -> None:
 def compile_all(
     jobs: dict[Any, Callable[[], jax.stages.Lowered]],
     num_threads: int,
-    progress: Callable[[int, int, str], None],
-    options: dict[str, str] | None = None,
+    progress: Callable[[int, int], None],
+    store: ExecutableStore | None = None,
 ) -> dict[Any, jax.stages.Compiled]:
-    """Lowers and compiles every job, several at a time.
+    """An executable for every job, several at a time: from the store where it has one, else lowered and compiled.
 
     Args:
-      jobs: shape -> function that lowers its program.
-      progress: called with (done, total, what was just compiled).
+      jobs: program (its str is its name) -> function that lowers it.
+      progress: called with (done, total).
     Returns:
-      shape -> executable, in the order of `jobs`.
+      program -> executable, in the order of `jobs`.
     """
     lock = threading.Lock()
     done = 0
 
     def compile_one(item: tuple[Any, Callable[[], jax.stages.Lowered]]) -> tuple[Any, jax.stages.Compiled]:
         nonlocal done
-        shape, lower = item
-        began = time.perf_counter()
-        compiled = lower().compile(compiler_options=options)
+        program, lower = item
+        compiled = None if store is None else store.load(str(program))
+        if compiled is None:
+            compiled = lower().compile()
+            if store is not None:
+                store.save(str(program), compiled)
         with lock:
             done += 1
-            progress(done, len(jobs), f"{shape} {time.perf_counter() - began:.1f} s")
-        return shape, compiled
+            progress(done, len(jobs))
+        return program, compiled
 
     with ThreadPoolExecutor(num_threads, thread_name_prefix="jserve-compile") as threads:
-        return dict(threads.map(compile_one, jobs.items()))
+        executables = dict(threads.map(compile_one, jobs.items()))
+    if store is not None:
+        store.close()
+    return executables

@@ -21,6 +21,7 @@ from jserve.runner import sampling_rows
 from jserve.runner.batch import InputLayout, fed_token_ids
 from jserve.runner.compile_plan import SCORED_ROWS, SERVED_VARIANTS, CompilePlan, SamplerShape, StepShape
 from jserve.runner.compiler import compile_all
+from jserve.runner.executable_store import ExecutableStore, fingerprint
 from jserve.sampling.limits import MAX_LOGPROBS
 from jserve.sampling.prompt_scores import score_positions
 from jserve.sampling.sampler import SamplerVariant, sample
@@ -86,6 +87,7 @@ class ProgramSet:
         self._pool_shapes = pool_shapes
         self.implementation = implementation
         self._num_real_tokens = num_real_tokens
+        self._max_blocks = max_blocks
         self._input_layouts = {
             shape: InputLayout(shape, plan.num_slots, max_blocks, len(layouts)) for shape in plan.step_shapes
         }
@@ -150,9 +152,20 @@ class ProgramSet:
 
     # -- compiling
 
-    def compile(self, params, num_threads: int, progress: Callable[[int, int, str], None], options=None) -> None:
-        """Compiles every program of the plan."""
-        self._compiled = compile_all(self.jobs(params), num_threads, progress, options)
+    def compile(
+        self, params, num_threads: int, progress: Callable[[int, int], None], store_folder: str | None = None
+    ) -> None:
+        """Makes every program of the plan ready to run; `store_folder` keeps executables for the next start."""
+        store = None if store_folder is None else ExecutableStore(store_folder, self.fingerprint(params))
+        self._compiled = compile_all(self.jobs(params), num_threads, progress, store)
+
+    def fingerprint(self, params) -> str:
+        """Equal only where all programs are."""
+        shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype), str(x.sharding)), params)
+        return fingerprint(
+            self._config, self.plan, self._layouts, self._pool_shapes, self.implementation, self._num_real_tokens,
+            self._max_blocks, shapes,
+        )
 
     def jobs(self, params) -> dict:
         """shape -> function that lowers its program.  `params` may be arrays or their shapes."""

@@ -29,7 +29,7 @@ SETTINGS = {
     "budget 64": {"scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 16}, "kv": {"block_size": 32}},
     "budget 16": {"scheduler": {"max_num_batched_tokens": 16, "max_num_seqs": 8}, "kv": {"block_size": 64}},
     # 20 usable blocks of 32 hold the longest prompt with its output, and little beside it.
-    "pool of 640 tokens": {"scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 16}, "kv": {"num_blocks": 21}},
+    "pool of 640 tokens": {"scheduler": {"max_num_batched_tokens": 64, "max_num_seqs": 16}, "kv": {"num_blocks": 21, "block_size": 32}},
 }
 
 

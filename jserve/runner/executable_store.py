@@ -1,0 +1,100 @@
+"""Executables of earlier starts, on disk: a warm start loads them and neither traces nor compiles.
+
+A file is found only where all that could change the program is equal: see `fingerprint`.  What cannot be read is compiled
+again.  The folder is the user's own cache; files are pickles, as jax serialises executables, so it must not be shared with
+people one does not trust.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import logging
+import os
+import pickle
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+import jserve
+import pallas_kernels
+
+log = logging.getLogger(__name__)
+
+_SETTINGS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion", "jax_threefry_partitionable")
+"""Settings of jax that change what a program computes."""
+MOST_SETS = 16
+"""Fingerprints whose executables are kept; the least recently used go first."""
+
+
+def fingerprint(*facts: object) -> str:
+    """Hex digest of `facts` (by their repr), of jax, the device, the processor, and of jserve's own source."""
+    digest = hashlib.sha256()
+    device = jax.devices()[0]
+    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax", "numpy")]
+    settings = [jax.config.values[name] for name in _SETTINGS]
+    flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    about = (packages, device.platform, device.device_kind, device.client.platform_version, _processor(), settings, flags)
+    for fact in (*about, *facts):
+        text = repr(fact).encode()
+        digest.update(len(text).to_bytes(8, "big") + text)
+    for package in (jserve, pallas_kernels):
+        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+class ExecutableStore:
+    """The executables of one fingerprint, by program name."""
+
+    def __init__(self, root: str | Path, key: str):
+        self._folder = Path(root) / key[:32]
+
+    def load(self, name: str) -> jax.stages.Compiled | None:
+        """The program's executable, or None where there is none that can be used."""
+        path = self._path(name)
+        try:
+            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+        except FileNotFoundError:
+            return None
+        except Exception as error:  # a damaged file, or one this runtime refuses: compile again
+            log.warning("%s cannot be used (%s); the program is compiled again", path, error)
+            return None
+
+    def save(self, name: str, compiled: jax.stages.Compiled) -> None:
+        """Keeps an executable; a full or read-only disk costs the next start time, nothing else."""
+        path = self._path(name)
+        try:
+            content = pickle.dumps(serialize_executable.serialize(compiled))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+                file.write(content)
+            os.replace(file.name, path)
+        except Exception as error:
+            log.warning("%s cannot be kept: %s", path, error)
+
+    def close(self) -> None:
+        """Marks the set as used now, and removes the sets that were not used for longest."""
+        try:
+            os.utime(self._folder)
+            sets = sorted(self._folder.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+            for old in sets[MOST_SETS:]:
+                shutil.rmtree(old, ignore_errors=True)
+        except OSError:
+            pass  # read-only, or another process tidies at the same time
+
+    def _path(self, name: str) -> Path:
+        return self._folder / hashlib.sha256(name.encode()).hexdigest()[:32]
+
+
+def _processor() -> Any:
+    """What the compiler made the code for: another processor may lack its instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return os.uname().machine
+    return [line for line in lines if line.startswith(("flags", "Features", "model name"))][:2]
