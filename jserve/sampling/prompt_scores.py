@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from jax import Array
 
-from jserve.sampling.scores import TokenScores, score
+from jserve.sampling.scores import TokenScores, normalizer, score
 
 
 def score_positions(logits: Array, targets: Array, num_real_tokens: int | None = None) -> TokenScores:
@@ -15,4 +15,5 @@ def score_positions(logits: Array, targets: Array, num_real_tokens: int | None =
 
     Padding rows may hold any logits and any target below V; their scores mean nothing.
     """
-    return score(logits, targets, logits.shape[1] if num_real_tokens is None else num_real_tokens)
+    num_real_tokens = logits.shape[1] if num_real_tokens is None else num_real_tokens
+    return score(logits, targets, normalizer(logits), num_real_tokens)

@@ -13,18 +13,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jserve.sampling.draw import chunk_masses, draw, uniforms
-from jserve.sampling.scores import (
-    MASS_CHUNK,
-    TokenScores,
-    chunked,
-    hide_unreal,
-    log_normalizer,
-    score,
-    token_logprob,
-)
+from jserve.sampling.draw import draw, uniforms
+from jserve.sampling.limits import MIN_TEMPERATURE
+from jserve.sampling.rows import each_row
+from jserve.sampling.scores import TokenScores, chunked, hide_unreal, normalizer, score, token_logprob
 from jserve.sampling.shaping import ShapingInputs, shape
-from jserve.sampling.threshold import Filters, keep_threshold, min_p_threshold
+from jserve.sampling.threshold import Filters, keep_threshold
+
+
+ARGMAX_CHUNK = 128
 
 
 class SamplerKind(enum.Enum):
@@ -91,28 +88,36 @@ def sample(
     """
     assert (shaping is not None) == (variant.kind is SamplerKind.FULL), (variant, shaping)
     num_real_tokens = logits.shape[1] if num_real_tokens is None else num_real_tokens
-    raw_maximum, raw_log_mass = log_normalizer(logits)
+    norm = normalizer(logits)
 
     shaped = _ban(hide_unreal(logits, num_real_tokens), inputs)
     if shaping is not None:
         shaped = shape(shaped, shaping)
     maximum, token_ids = _most_probable(shaped)
     if variant.kind is not SamplerKind.GREEDY:
-        draws = _draws(inputs)
-        drawn = lax.cond(jnp.any(draws), lambda: _draw(shaped, maximum, inputs), lambda: token_ids)
-        token_ids = jnp.where(draws, drawn, token_ids)
+        uniform = uniforms(inputs.seed, inputs.sample_index, inputs.position)
+        token_ids = each_row(_row_token, shaped, maximum, token_ids, inputs, uniform)
     token_ids = jnp.where(inputs.is_used, token_ids, 0)
 
     return SamplerOutput(
         token_ids=token_ids,
-        logprob=token_logprob(logits, token_ids, raw_maximum, raw_log_mass),
-        is_sound=jnp.isfinite(raw_maximum + raw_log_mass) & jnp.isfinite(maximum),
-        scores=score(logits, token_ids, num_real_tokens) if variant.logprobs else None,
+        logprob=token_logprob(logits, token_ids, norm),
+        is_sound=jnp.isfinite(norm.maximum + norm.log_mass) & jnp.isfinite(maximum),
+        scores=score(logits, token_ids, norm, num_real_tokens) if variant.logprobs else None,
     )
 
 
-def _draws(inputs: SamplerInputs) -> Array:
-    return inputs.is_used & (inputs.temperature > 0)
+def _row_token(logits_V: Array, maximum: Array, greedy_id: Array, inputs: SamplerInputs, uniform: Array) -> Array:
+    """The id of one row that may draw; `inputs` are that row's."""
+
+    def drawn():
+        # XLA multiplies by the reciprocal, which beyond 1e38 would be 0; from 1e30 on every distribution is flat.
+        temperature = jnp.clip(inputs.temperature, MIN_TEMPERATURE, 1e30)
+        filters = Filters(temperature, inputs.min_p, inputs.top_k, inputs.top_p)
+        threshold = keep_threshold(logits_V, maximum, filters)
+        return draw(logits_V, maximum, temperature, threshold, uniform)
+
+    return lax.cond(inputs.is_used & (inputs.temperature > 0), drawn, lambda: greedy_id)
 
 
 def _ban(logits: Array, inputs: SamplerInputs) -> Array:
@@ -131,30 +136,8 @@ def _ban(logits: Array, inputs: SamplerInputs) -> Array:
 
 def _most_probable(logits: Array) -> tuple[Array, Array]:
     """(maximum f32[R], its lowest id i32[R]); several times faster on CPU than argmax over the vocabulary."""
-    chunks = chunked(logits, MASS_CHUNK)
+    chunks = chunked(logits, ARGMAX_CHUNK)
     maxima = jnp.max(chunks, axis=2)
     first = jnp.argmax(maxima, axis=1).astype(jnp.int32)
     inside = jnp.take_along_axis(chunks, first[:, None, None], axis=1)[:, 0]
-    return jnp.max(maxima, axis=1), first * MASS_CHUNK + jnp.argmax(inside, axis=1).astype(jnp.int32)
-
-
-def _draw(logits: Array, maximum: Array, inputs: SamplerInputs) -> Array:
-    draws = _draws(inputs)
-    # Greedy and padding rows go through with everything off, so that they start no search for a threshold.
-    filters = Filters(
-        temperature=jnp.where(draws, inputs.temperature, 1.0),
-        min_p=jnp.where(draws, inputs.min_p, 0.0),
-        top_k=jnp.where(draws, inputs.top_k, 0),
-        top_p=jnp.where(draws, inputs.top_p, 1.0),
-    )
-    floor = min_p_threshold(maximum, filters)
-    masses = chunk_masses(logits, maximum, filters.temperature, floor)
-
-    def filtered():
-        threshold = keep_threshold(logits, maximum, filters, total=jnp.sum(masses, axis=1))
-        return threshold, chunk_masses(logits, maximum, filters.temperature, threshold)
-
-    is_filtered = jnp.any((filters.top_k > 0) | (filters.top_p < 1))
-    threshold, masses = lax.cond(is_filtered, filtered, lambda: (floor, masses))
-    uniform = uniforms(inputs.seed, inputs.sample_index, inputs.position)
-    return draw(logits, maximum, filters.temperature, threshold, masses, uniform)
+    return jnp.max(maxima, axis=1), first * ARGMAX_CHUNK + jnp.argmax(inside, axis=1).astype(jnp.int32)

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jserve.sampling.limits import MAX_LOGPROBS
+from jserve.sampling.rows import each_row
 
 LOGPROB_FLOOR = -9999.0
 """What stands for -inf, which is never sent."""
-MASS_CHUNK = 128
-"""Ids a chunk where sums are taken and a draw lands: one vector row on TPU."""
 SEARCH_CHUNK = 32
 """Ids a chunk where the largest logits are searched; 32 was fastest of 16..128 on CPU, 2-3x faster than lax.top_k."""
 
@@ -33,31 +32,42 @@ class TokenScores:
     top_logprobs: Array  # f32[R, L], >= LOGPROB_FLOOR
 
 
-def score(logits: Array, token_ids: Array, num_real_tokens: int) -> TokenScores:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Normalizer:
+    """What makes logits log-probabilities: logit - maximum - log_mass."""
+
+    maximum: Array  # f32[R]
+    log_mass: Array  # f32[R], log of the sum of exp(logit - maximum), 0 or more
+
+
+def normalizer(logits: Array) -> Normalizer:
+    """Of f32[R, V] logits."""
+    return each_row(_row_normalizer, logits)
+
+
+def _row_normalizer(logits_V: Array) -> Normalizer:
+    maximum = jnp.max(logits_V)
+    return Normalizer(maximum, jnp.log(jnp.sum(jnp.exp(logits_V - maximum))))
+
+
+def score(logits: Array, token_ids: Array, norm: Normalizer, num_real_tokens: int) -> TokenScores:
     """Scores of f32[R, V] logits at i32[R] ids.  Ranks and top lists leave out ids from num_real_tokens on."""
-    maximum, log_mass = log_normalizer(logits)
     real = hide_unreal(logits, num_real_tokens)
     top_values, top_ids = largest(real, min(MAX_LOGPROBS, num_real_tokens))
+    top_logprobs = top_values - norm.maximum[:, None] - norm.log_mass[:, None]
     return TokenScores(
-        logprob=token_logprob(logits, token_ids, maximum, log_mass),
+        logprob=token_logprob(logits, token_ids, norm),
         rank=_rank(real, token_ids),
         top_ids=top_ids,
-        top_logprobs=jnp.maximum(top_values - maximum[:, None] - log_mass[:, None], LOGPROB_FLOOR),
+        top_logprobs=jnp.maximum(top_logprobs, LOGPROB_FLOOR),
     )
 
 
-def log_normalizer(logits: Array) -> tuple[Array, Array]:
-    """(maximum f32[R], log of the sum of exp(logits - maximum) f32[R]): log-softmax is logits - maximum - log."""
-    maximum = jnp.max(chunked(logits, MASS_CHUNK), axis=(1, 2))
-    # Sums run chunk by chunk, so that a row's bits do not depend on how many rows there are.
-    masses = jnp.sum(chunked(jnp.exp(logits - maximum[:, None]), MASS_CHUNK, fill=0.0), axis=2)
-    return maximum, jnp.log(jnp.sum(masses, axis=1))
-
-
-def token_logprob(logits: Array, token_ids: Array, maximum: Array, log_mass: Array) -> Array:
+def token_logprob(logits: Array, token_ids: Array, norm: Normalizer) -> Array:
     """f32[R] natural log-probabilities of i32[R] ids; never positive, never below LOGPROB_FLOOR."""
     value = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
-    return jnp.maximum(value - maximum - log_mass, LOGPROB_FLOOR)
+    return jnp.maximum(value - norm.maximum - norm.log_mass, LOGPROB_FLOOR)
 
 
 def hide_unreal(logits: Array, num_real_tokens: int) -> Array:
@@ -68,7 +78,7 @@ def hide_unreal(logits: Array, num_real_tokens: int) -> Array:
 
 
 def largest(logits: Array, count: int) -> tuple[Array, Array]:
-    """(values f32[R, count], ids i32[R, count]) of the largest logits, equal ones by id, exactly as lax.top_k.
+    """(values f32[R, count], ids i32[R, count]) of the largest logits, equal ones by id.
 
     The `count` chunks with the largest maxima (equal ones: the first) hold them all: each of these chunks has an
     element that no element outside of them precedes.
@@ -86,6 +96,8 @@ def largest(logits: Array, count: int) -> tuple[Array, Array]:
 
 
 def _top_k(rows: Array, count: int) -> tuple[Array, Array]:
+    # lax.top_k puts 0.0 before -0.0; here they are equal, as everywhere else.
+    rows = jnp.where(rows == 0, 0.0, rows)
     # Without the barrier a caller that slices the result gets a full sort on CPU, ten times slower: XLA moves the
     # slice into the pattern by which it would recognise a top-k.
     return lax.optimization_barrier(lax.top_k(rows, count))
