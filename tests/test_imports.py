@@ -23,6 +23,7 @@ FLOORS = (
         "jserve.local_engine",
         "jserve.loop_thread",
         "jserve.bench",
+        "jserve.simulator",
         "jserve.cli",
     ),
     ("tools",),
