@@ -140,7 +140,7 @@ def layout_of(case: Case):
 def tiles_of(case: Case):
     from pallas_kernels.paged_attention.mosaic_tpu_tiles import default_tiles
 
-    return default_tiles(layout_of(case))
+    return default_tiles(layout_of(case), case.group)
 
 
 def build(case: Case) -> None:

@@ -97,7 +97,7 @@ def attend(
     """See `api.paged_attention`.  `tiles` must be those of `prepare`; `interpret` takes pltpu.InterpretParams in tests."""
     num_tokens = q.shape[0]
     num_rows = metadata.tables.shape[0]
-    tiles = tiles or default_tiles(layout)
+    tiles = tiles or default_tiles(layout, q.shape[1] // layout.num_kv_heads)
     new = pack(k, v, layout, k_scale, v_scale)
     shared = dict(layout=layout, spec=spec, tiles=tiles, sinks=sinks, k_scale=k_scale, v_scale=v_scale, interpret=interpret)
 

@@ -39,8 +39,11 @@ class TpuTiles:
     """KV tokens attended at once by the chunk kernel; divides `chunk_group`."""
 
 
-def default_tiles(layout: PoolLayout) -> TpuTiles:
-    """Groups of about 4 MiB for decode and 1 MiB for chunks, at most 2,048 tokens, whole blocks and whole 128-lane columns."""
+def default_tiles(layout: PoolLayout, queries_per_kv_head: int = 1) -> TpuTiles:
+    """Groups of about 4 MiB for decode and 1 MiB for chunks, at most 2,048 tokens, whole blocks and whole 128-lane columns.
+
+    `queries_per_kv_head` matters to decode only: a group's logits, of all heads, are to stay in 32 vector registers.
+    """
     bytes_per_token = layout.num_kv_heads * layout.planes * layout.lanes * layout.dtype.itemsize
 
     def tokens(target_bytes: int, unit: int) -> int:
@@ -49,10 +52,15 @@ def default_tiles(layout: PoolLayout) -> TpuTiles:
     column = math.lcm(layout.block_size, LANES)
     key_tile = max(column, 512 // column * column)
     decode_tail = max(column, 256 // column * column)
+    decode_group = tokens(4 << 20, decode_tail)
+    heads_per_matmul = 2 if layout.num_kv_heads % 2 == 0 and layout.head_dim <= 128 else 1
+    row_registers = layout.num_kv_heads // heads_per_matmul * -(-heads_per_matmul * queries_per_kv_head // 8)
+    while row_registers * decode_group // LANES > 32 and decode_group % (2 * decode_tail) == 0:
+        decode_group //= 2
     return TpuTiles(
-        decode_group=tokens(4 << 20, decode_tail),
+        decode_group=decode_group,
         decode_tail=decode_tail,
-        heads_per_matmul=2 if layout.num_kv_heads % 2 == 0 and layout.head_dim <= 128 else 1,
+        heads_per_matmul=heads_per_matmul,
         query_tile=128 if layout.num_kv_heads <= 2 else 64,
         chunk_group=tokens(1 << 20, key_tile),
         key_tile=key_tile,
