@@ -24,6 +24,7 @@ FLOORS = (
         "jserve.loop_thread",
         "jserve.bench",
         "jserve.simulator",
+        "jserve.simulator",
         "jserve.cli",
     ),
     ("tools",),

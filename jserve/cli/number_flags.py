@@ -45,3 +45,8 @@ def whole_list(text: str) -> tuple[int, ...]:
 def number_list(text: str) -> tuple[float, ...]:
     """`25,50,100`."""
     return tuple(number(above=True)(part) for part in text.split(","))
+
+
+def percentages(text: str) -> tuple[float, ...]:
+    """`50,99,99.9`."""
+    return tuple(number(0, 100)(part) for part in text.split(","))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import sys
@@ -16,6 +17,10 @@ from jserve.planner.deployment import Question, Recommended, predict
 from jserve.planner.devices import DEVICES, find_device
 from jserve.planner.roofline import BYTES_OF, Roofline
 from jserve.planner.shapes import BUILT_IN, find_model
+from jserve.simulator.engine import EngineSettings
+from jserve.simulator.step_sizes import plan_buckets
+from jserve.simulator.steps import one_second, roofline_seconds
+from jserve.simulator.workload import read_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,10 +88,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bandwidth-efficiency", type=number(0, 1, above=True), default=1.0, metavar="F",
         help="share of the bandwidth [%(default)g]",
     )
+    buckets = parser.add_argument_group("token buckets from a trace")
+    buckets.add_argument("--trace", metavar="FILE", help="JSON lines of prompt_tokens, output_tokens, maybe arrival")
+    buckets.add_argument("--max-compiles", type=whole(), default=8, metavar="K", help="buckets to pick [%(default)s]")
+    buckets.add_argument("--max-num-seqs", type=whole(), default=256, metavar="N", help="[%(default)s]")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.trace:
+        return _plan_buckets(arguments)
     for flag in ("model", "device"):
         if getattr(arguments, flag) is None:
             print(f"jserve plan: --{flag} is missing\ntry: jserve plan --help", file=sys.stderr)
@@ -112,6 +123,40 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(answer))
     else:
         print_tables(answer)
+    return 0
+
+
+def _plan_buckets(arguments: argparse.Namespace) -> int:
+    """`--trace`: the token buckets of least padding, as `serve` takes them."""
+    requests, timed = read_trace(arguments.trace)
+    budget, num_seqs = arguments.budget or 2048, min(arguments.max_num_seqs, arguments.budget or 2048)
+    context = max(request.total for request in requests)
+    settings = EngineSettings(
+        num_blocks=1 + num_seqs * (1 - (-context // arguments.block_size)),
+        block_size=arguments.block_size,
+        max_context=context,
+        max_num_batched_tokens=budget,
+        max_num_seqs=num_seqs,
+    )
+    with_times = timed and arguments.model is not None and arguments.device is not None
+    plan = plan_buckets(
+        requests,
+        arguments.max_compiles,
+        settings,
+        concurrency=None if with_times else num_seqs,
+        step_seconds=roofline_seconds(roofline_from(arguments)) if with_times else one_second,
+    )
+    listed = ",".join(map(str, plan.token_buckets))
+    if arguments.json:
+        print(json.dumps(dataclasses.asdict(plan) | {"max_num_batched_tokens": budget, "max_num_seqs": num_seqs}))
+        return 0
+    load = "at the trace's times" if with_times else f"{num_seqs} requests at a time"
+    print(
+        f"{len(requests):,} requests, {load}: {plan.num_mixed_steps:,} steps with prefill\n"
+        f"padding with these {len(plan.token_buckets)} buckets {plan.padded_share:.1%},"
+        f" with as many powers of two {plan.padded_share_powers:.1%}\n\n"
+        f"jserve serve --max-num-batched-tokens {budget} --max-num-seqs {num_seqs} --compile.token_buckets {listed}"
+    )
     return 0
 
 
@@ -158,6 +203,7 @@ examples:
   jserve plan --model llama-3-8b --device h100-80gb
   jserve plan --model qwen3-8b --device v6e-8 --context 32768 --block-size 64 --json
   jserve plan --model ./my-model/config.json --device h200 --batch 64,256
+  jserve plan --trace lengths.jsonl --max-compiles 6      token buckets for `jserve serve`
 
 Times are lower bounds: all weights and contexts read once at the full bandwidth, or all operations at the full rate;
 --compute-efficiency and --bandwidth-efficiency say what your kernels reach.  GB, TB: powers of ten.""",
