@@ -61,6 +61,8 @@ class SchedulerSection:
     """fcfs (priority first, then arrival)."""
     overlap: bool = True
     """Plan and launch step N+1 while step N runs; results are read one step late. The tokens are the same."""
+    step_log: str | None = None
+    """File for the decisions of the scheduler, which `jserve replay` makes again; no text, no token ids. unset: none."""
 
 
 @dataclass(frozen=True)

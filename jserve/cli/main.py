@@ -24,10 +24,11 @@ COMMANDS = {
     "batch": "a file of requests to a file of results",
     "bench": "throughput, latency and start-up figures",
     "plan": "memory, step times and settings of a model on a device, before it is rented",
+    "replay": "the scheduler again on a step log: the same decisions, or the first that differs",
     "fetch": "put a model on disk",
 }
 BUILD_THREAD = "jserve-build"  # `jserve.local_engine.BUILD_THREAD`, which costs an import that --help need not pay
-NOT_BUILT = ("replay", "top", "convert")
+NOT_BUILT = ("top", "convert")
 
 USAGE = """\
 usage: jserve COMMAND [flags]        jserve COMMAND --help tells more

@@ -16,8 +16,9 @@ from jserve.config import Config, ConfigError
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.info import ModelInfo
 from jserve.engine.loop import EngineLoop
+from jserve.engine.step_log import KvSettings, StepLog
 from jserve.engine.streams import OutputThread
-from jserve.kv import BlockManager, GroupSpec
+from jserve.kv import BlockManager
 from jserve.kv.block_keys import root_key
 from jserve.metrics import Histograms, RequestCounts
 from jserve.models.config import ModelConfig
@@ -83,15 +84,15 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
     memory = size_pool(model, config, platform, layouts, plan)
     report.line(str(memory))
 
-    blocks = BlockManager(
-        groups=[GroupSpec(group.sliding_window) for group in model.config.layer_groups],
-        num_blocks=[memory.num_blocks] * len(layouts),
+    kv = KvSettings(
+        windows=tuple(group.sliding_window for group in model.config.layer_groups),
+        num_blocks=(memory.num_blocks,) * len(layouts),
         block_size=config.kv.block_size,
         num_slots=plan.num_slots,
         max_blocks_per_seq=math.ceil(model.config.context_length / config.kv.block_size),
         prefix_cache=config.kv.prefix_cache,
-        root_key=root_key(model=model.digest, dtype=config.model.dtype, kv_dtype=config.kv.dtype),
     )
+    blocks = kv.make(root_key(model=model.digest, dtype=config.model.dtype, kv_dtype=config.kv.dtype))
     programs = make_programs(model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size)
     report.line(f"compile plan: {plan}")
     programs.compile(
@@ -102,7 +103,7 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
     )
     runner = ModelRunner(programs, model.params, blocks.tables)
     runner.warm_up()
-    return _wire(config, model, tokenizer, plan, memory, blocks, runner, counter, programs.implementation)
+    return _wire(config, model, tokenizer, plan, memory, kv, blocks, runner, counter, programs.implementation)
 
 
 def resolve_automatic(config: Config, platform: str) -> Config:
@@ -147,6 +148,16 @@ def resolve_automatic(config: Config, platform: str) -> Config:
     if config.model.generation_config not in ("auto", "none"):
         raise ConfigError(f"model.generation_config = {config.model.generation_config!r}: auto or none")
     return config
+
+
+def open_step_log(config: Config, scheduler: Scheduler, kv: KvSettings) -> StepLog | None:
+    """The log of scheduler.step_log.  ConfigError where the file cannot be written."""
+    if config.scheduler.step_log is None:
+        return None
+    try:
+        return StepLog(config.scheduler.step_log, scheduler, kv)
+    except OSError as error:
+        raise ConfigError(f"scheduler.step_log = {config.scheduler.step_log!r}: {error.strerror}") from None
 
 
 def load_tokenizer(model: LoadedModel) -> Tokenizer:
@@ -234,6 +245,7 @@ def _wire(
     tokenizer: Tokenizer,
     plan: CompilePlan,
     memory: MemoryPlan,
+    kv: KvSettings,
     blocks: BlockManager,
     runner: ModelRunner,
     counter: CompileCounter,
@@ -261,6 +273,7 @@ def _wire(
         histograms=histograms,
         on_start=counter.watch_this_thread,
         on_stop=counter.stop,
+        step_log=open_step_log(config, scheduler, kv),
     )
     info = ModelInfo(
         tokenizer=tokenizer,

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from jserve.engine.outputs import StepResult, apply, fail
+from jserve.engine.step_log import StepLog
 from jserve.metrics import Histograms, StepTotals
 from jserve.request import Code, FinishReason, RequestError
 from jserve.scheduler import Scheduler, Sequence, StepPlan
@@ -49,8 +50,10 @@ class EngineLoop:
         histograms: Histograms | None = None,
         on_start: Callable[[], None] | None = None,
         on_stop: Callable[[], None] | None = None,
+        step_log: StepLog | None = None,
     ):
-        """`on_result` gets each step's result, on the engine thread, which also calls `on_start` and `on_stop`."""
+        """`on_result` gets each step's result, on the engine thread, which also calls `on_start` and `on_stop`, and
+        writes `step_log`."""
         self._scheduler = scheduler
         self._runner = runner
         self._on_result = on_result
@@ -66,6 +69,7 @@ class EngineLoop:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="jserve-engine", daemon=True)
         self._histograms = histograms
+        self._log = step_log
         self.totals = StepTotals()
 
     # -- called by other threads
@@ -85,7 +89,7 @@ class EngineLoop:
         """Ends one sequence, for a reason that its client has been told already."""
 
         def end() -> None:
-            self._scheduler.finish(sequence, reason)
+            self._end(sequence, reason)
             self._forget(sequence)
 
         self._post(end)
@@ -96,10 +100,13 @@ class EngineLoop:
 
         def run() -> None:
             self._settle()
+            num_cached = self._scheduler.blocks.num_cached_blocks
             try:
                 future.set_result(function())
             except Exception as error:  # the caller's, not ours
                 future.set_exception(error)
+            if self._log is not None and self._scheduler.blocks.num_cached_blocks < num_cached:
+                self._log.flushed()
 
         self._post(run)
         return future
@@ -127,6 +134,8 @@ class EngineLoop:
         finally:
             if self._on_stop is not None:
                 self._on_stop()
+            if self._log is not None:
+                self._log.close()
 
     def _serve(self) -> None:
         while True:
@@ -152,6 +161,8 @@ class EngineLoop:
         plan = self._scheduler.schedule()
         for sequence in self._scheduler.take_outgrown():
             self._report(StepResult(time.time(), ended=[(sequence, FinishReason.LENGTH)]))
+        if self._log is not None:
+            self._log.planned(plan)
         if plan is not None:
             self._in_flight.append(plan)
             self._runner.launch(plan)
@@ -160,12 +171,18 @@ class EngineLoop:
             output = self._runner.collect()
             collected = time.perf_counter()
             plan = self._in_flight.popleft()
-            self._report(apply(self._scheduler, plan, output))
+            self._apply(plan, output)
             self._record(plan, output, planned - began + time.perf_counter() - collected)
         elif plan is None and self._scheduler.has_work:
             raise RuntimeError("nothing can run although work is waiting: a bug of the scheduler")
         if self.on_step is not None:
             self.on_step(self._scheduler)
+
+    def _apply(self, plan: StepPlan, output: StepOutput) -> None:
+        result = apply(self._scheduler, plan, output)
+        if self._log is not None:
+            self._log.applied(plan, result)
+        self._report(result)
 
     def _record(self, plan: StepPlan, output: StepOutput, host_seconds: float) -> None:
         totals = self.totals
@@ -185,7 +202,7 @@ class EngineLoop:
         try:
             while self._in_flight:
                 output = self._runner.collect()
-                self._report(apply(self._scheduler, self._in_flight.popleft(), output))
+                self._apply(self._in_flight.popleft(), output)
         except Exception:
             log.exception("a step failed; its requests end with INTERNAL")
             self._recover()
@@ -196,22 +213,35 @@ class EngineLoop:
         broken = broken or self._scheduler.waiting()[:1]  # nothing ran: the head of the queue is what broke
         self._in_flight.clear()
         error = RequestError(Code.INTERNAL, "the step that served this request failed; the server's log says why")
-        self._report(fail(self._scheduler, list(dict.fromkeys(broken)), error))
+        result = fail(self._scheduler, list(dict.fromkeys(broken)), error)
         self._scheduler.blocks.flush()
+        if self._log is not None:
+            for sequence, _ in result.failed:
+                self._log.ended(sequence, FinishReason.ABORTED)
+            self._log.broke()
+        self._report(result)
         self._runner.reset()
 
     def _add(self, sequences: list[Sequence]) -> None:
         self._live[sequences[0].request_id] = list(sequences)
         for sequence in sequences:
             self._scheduler.add(sequence)
+            if self._log is not None:
+                self._log.arrived(sequence)
 
     def _abort(self, request_id: str) -> None:
         result = StepResult(time.time())
         for sequence in self._live.get(request_id, ()):
             if not sequence.finished:
-                self._scheduler.finish(sequence, FinishReason.ABORTED)
+                self._end(sequence, FinishReason.ABORTED)
                 result.ended.append((sequence, FinishReason.ABORTED))
         self._report(result)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Ends a sequence between two steps."""
+        if self._log is not None and not sequence.finished:
+            self._log.ended(sequence, reason)
+        self._scheduler.finish(sequence, reason)
 
     def _report(self, result: StepResult) -> None:
         for sequence, _ in (*result.ended, *result.failed):

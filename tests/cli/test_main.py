@@ -33,7 +33,7 @@ def raising(error):
         (["fetch"], 2),
         (["fetch", "--help"], 0),
         (["plan"], 2),
-        (["replay", "x"], 2),
+        (["replay", "no-such-file"], 1),
         (["bench"], 2),
         (["bench", "--help"], 0),
         (["bench", "serve"], 2),

@@ -1,0 +1,178 @@
+"""Makes the decisions of a step log again, with no model, and says where the first one differs."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import json
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jserve.config import ConfigError
+from jserve.engine.outputs import apply
+from jserve.engine.step_log import VERSION, KvSettings, PlanEncoder
+from jserve.request import FinishReason, Sampling
+from jserve.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
+from jserve.scheduler.plan import StepOutput
+
+STOP_TOKEN = -2
+"""Stands for whatever token ended a sequence."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first decision that came out otherwise."""
+
+    line: int
+    step: int
+    recorded: dict[str, Any] | None
+    replayed: dict[str, Any] | None
+
+    @property
+    def keys(self) -> list[str]:
+        """What differs between the two records."""
+        recorded, replayed = self.recorded or {}, self.replayed or {}
+        return [key for key in {**recorded, **replayed} if recorded.get(key) != replayed.get(key)]
+
+
+@dataclass(frozen=True)
+class Replay:
+    num_steps: int
+    num_requests: int
+    num_tokens: int
+    """Scheduled in all steps."""
+    num_preemptions: int
+    difference: Difference | None
+
+
+def replay(path: str | Path) -> Replay:
+    """Runs the log's events through a new scheduler.  ConfigError where the file is no step log or is damaged."""
+    lines = _lines(path)
+    _, header = next(lines, (0, {}))
+    if header.get("jserve_step_log") != VERSION:
+        raise ConfigError(f"{path}: not a step log of version {VERSION}: it starts with {str(header)[:60]}")
+    return _Replayer(header, path).run(lines)
+
+
+class _Replayer:
+    def __init__(self, header: dict[str, Any], path: str | Path):
+        try:
+            limits = {key: tuple(value) if isinstance(value, list) else value for key, value in header["limits"].items()}
+            kv = {key: tuple(value) if isinstance(value, list) else value for key, value in header["kv"].items()}
+            self._kv = KvSettings(**kv)
+            self._scheduler = Scheduler(SchedulerLimits(**limits), self._kv.make(), lambda: 0.0)
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"{path}: the log is of another version: {error}") from None
+        self._path = path
+        self._encoder = PlanEncoder()
+        self._sequences: dict[int, Sequence] = {}
+        self._in_flight: deque[StepPlan] = deque()
+        self._num_steps = self._num_tokens = 0
+
+    def run(self, lines: Iterator[tuple[int, dict[str, Any]]]) -> Replay:
+        difference, number = None, 1
+        try:
+            for number, record in lines:
+                if "a" in record:
+                    self._arrive(record)
+                elif "e" in record:
+                    self._scheduler.finish(self._sequences[record["e"]], FinishReason(record["reason"]))
+                elif "r" in record:
+                    self._apply(record)
+                elif "f" in record:
+                    self._scheduler.blocks.flush()
+                elif "x" in record:
+                    self._in_flight.clear()
+                    self._scheduler.blocks.flush()
+                elif (difference := self._plan(number, record["p"])) is not None:
+                    break
+        except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
+            raise ConfigError(f"{self._path}:{number}: damaged: {error!r}") from None
+        return Replay(
+            self._num_steps, len(self._sequences), self._num_tokens, self._scheduler.num_preemptions, difference
+        )
+
+    def _arrive(self, record: dict[str, Any]) -> None:
+        tokens = np.zeros(record["prompt"], np.int32)
+        blocks = np.frombuffer(base64.b64decode(record["blocks"]), np.int32)
+        tokens[self._kv.block_size - 1 :: self._kv.block_size] = blocks
+        sequence = Sequence(
+            str(record["a"]), tokens, _sampling(record["max"]), priority=record.get("priority", 0),
+            arrival=record["at"], salt=bytes.fromhex(record.get("salt", "")),
+            use_prefix_cache=not record.get("no_cache", False),
+        )
+        sequence.stop_ids = frozenset([STOP_TOKEN])
+        self._scheduler.add(sequence)
+        if sequence.order != record["a"]:
+            raise ValueError(f"arrival {record['a']} where {sequence.order} was expected")
+        self._sequences[sequence.order] = sequence
+
+    def _plan(self, line: int, recorded: dict[str, Any] | None) -> Difference | None:
+        plan = self._scheduler.schedule()
+        self._scheduler.take_outgrown()
+        replayed = self._encoder.encode(plan, self._scheduler)
+        if replayed != recorded:
+            return Difference(line, (recorded or replayed)["step"], recorded, replayed)
+        if plan is not None:
+            self._in_flight.append(plan)
+            self._num_steps += 1
+            self._num_tokens += plan.num_tokens
+        return None
+
+    def _apply(self, record: dict[str, Any]) -> None:
+        plan = self._in_flight.popleft()
+        if plan.step_id != record["r"]:
+            raise ValueError(f"result of step {record['r']} for step {plan.step_id}")
+        tokens = {order: value for order, value in record.get("blocks", ())}
+        tokens |= dict.fromkeys(record.get("stop", ()), STOP_TOKEN)
+        orders = [plan.sequences[row].order for row in plan.sampling_rows]
+        failed = set(record.get("failed", ()))
+        output = StepOutput(
+            plan.step_id,
+            np.array([tokens.get(order, 0) for order in orders], np.int32),
+            is_sound=np.array([order not in failed for order in orders], bool),
+            device_seconds=record["s"],
+        )
+        apply(self._scheduler, plan, output)
+
+
+def describe(difference: Difference) -> str:
+    """The two decisions, for a person."""
+    names = {
+        "join": "rows of one token that joined", "leave": "rows of one token that left",
+        "chunks": "chunks [sequence, position, tokens]", "admit": "admitted [sequence, cached tokens]",
+        "bucket": "bucket", "free": "blocks left", "preempted": "preemptions so far",
+        "sum": "checksum of all rows", "step": "step",
+    }
+    lines = [f"step {difference.step} (line {difference.line}) differs:"]
+    for key in difference.keys:
+        values = [(record or {}).get(key, "none") for record in (difference.recorded, difference.replayed)]
+        lines.append(f"  {names.get(key, key)}: recorded {values[0]}, now {values[1]}")
+    return "\n".join(lines)
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:
+                if not line.endswith("\n"):
+                    return  # the writer was cut short in its last line
+                raise ConfigError(f"{path}:{number}: not a line of a step log: {line[:60]!r}") from None
+            yield number, record if isinstance(record, dict) else {}
+
+
+def _sampling(max_tokens: int) -> Sampling:
+    names = {field.name for field in dataclasses.fields(Sampling)}
+    values = dict(
+        temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=max_tokens, min_tokens=0, stop=(),
+        stop_token_ids=frozenset(), eos_token_ids=frozenset(), banned_below_min_tokens=(),
+        include_stop_str_in_output=False, skip_special_tokens=True, logprobs=None, prompt_logprobs=None,
+    )
+    return Sampling(**{name: value for name, value in values.items() if name in names})

@@ -1,0 +1,170 @@
+"""The scheduler's decisions, one short JSON line each, so that `jserve replay` can make them again without a model.
+
+Of prompts and outputs the log holds lengths and one keyed hash a full block: enough to tell equal prefixes, nothing to
+read.  The key is drawn when the log is opened and kept nowhere.  Written by the engine thread.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import hashlib
+import json
+import secrets
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jserve.engine.outputs import StepResult
+from jserve.kv import BlockManager, GroupSpec
+from jserve.request import FinishReason
+from jserve.scheduler import Scheduler, Sequence, StepPlan
+
+VERSION = 1
+LINES_PER_FLUSH = 64
+
+
+@dataclass(frozen=True)
+class KvSettings:
+    """What a block manager is made from, as far as decisions depend on it."""
+
+    windows: tuple[int | None, ...]
+    """Of each layer group."""
+    num_blocks: tuple[int, ...]
+    block_size: int
+    num_slots: int
+    max_blocks_per_seq: int
+    prefix_cache: bool
+
+    def make(self, root_key: bytes = b"") -> BlockManager:
+        return BlockManager(
+            groups=[GroupSpec(window) for window in self.windows],
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            num_slots=self.num_slots,
+            max_blocks_per_seq=self.max_blocks_per_seq,
+            prefix_cache=self.prefix_cache,
+            root_key=root_key,
+        )
+
+
+class StepLog:
+    """Events in their order: a(rrival), e(nd from outside), p(lan), r(esult), f(lush), x (a step broke)."""
+
+    def __init__(self, path: str | Path, scheduler: Scheduler, kv: KvSettings):
+        self._file = open(path, "w")
+        self._scheduler = scheduler
+        self._key = secrets.token_bytes(16)
+        longest = kv.max_blocks_per_seq * kv.block_size
+        random = np.random.default_rng(int.from_bytes(self._key, "big"))
+        self._factors = random.integers(1, 2**63, longest, dtype=np.uint64) | np.uint64(1)
+        self._block_size = kv.block_size
+        self._plans = PlanEncoder()
+        self._num_lines = 0
+        self._write(
+            {"jserve_step_log": VERSION, "limits": dataclasses.asdict(scheduler.limits), "kv": dataclasses.asdict(kv)}
+        )
+
+    def arrived(self, sequence: Sequence) -> None:
+        """After scheduler.add."""
+        blocks = self._block_hashes(sequence.tokens[: sequence.num_prompt])
+        record = {
+            "a": sequence.order,
+            "prompt": sequence.num_prompt,
+            "max": 0 if sequence.prompt_only else sequence.limit - sequence.num_prompt,
+            "at": sequence.arrival,
+            "blocks": base64.b64encode(blocks.tobytes()).decode(),
+        }
+        if sequence.priority:
+            record["priority"] = sequence.priority
+        if sequence.salt:
+            record["salt"] = hashlib.blake2b(sequence.salt, key=self._key, digest_size=8).hexdigest()
+        if not sequence.use_prefix_cache:
+            record["no_cache"] = True
+        self._write(record)
+
+    def ended(self, sequence: Sequence, reason: FinishReason) -> None:
+        """A sequence was ended by somebody else than a step: an abort, a stop string."""
+        self._write({"e": sequence.order, "reason": reason.value})
+
+    def planned(self, plan: StepPlan | None) -> None:
+        self._write({"p": self._plans.encode(plan, self._scheduler)})
+
+    def applied(self, plan: StepPlan, result: StepResult) -> None:
+        stopped = [sequence.order for sequence, reason in result.ended if reason is FinishReason.STOP]
+        size = self._block_size
+        borders = [
+            [sequence.order, int(self._block_hashes(sequence.tokens[: sequence.num_known])[-1])]
+            for sequence in result.sequences
+            if sequence.num_known % size == 0
+        ]
+        record: dict[str, Any] = {"r": plan.step_id, "s": result.output.device_seconds}
+        if stopped:
+            record["stop"] = stopped
+        if result.failed:
+            record["failed"] = [sequence.order for sequence, _ in result.failed]
+        if borders:
+            record["blocks"] = borders
+        self._write(record)
+
+    def flushed(self) -> None:
+        """The prefix cache was emptied."""
+        self._write({"f": 1})
+
+    def broke(self) -> None:
+        """The steps in flight are lost and the cache is emptied; the ends of their sequences come before."""
+        self._write({"x": 1})
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _block_hashes(self, tokens: np.ndarray) -> np.ndarray:
+        """i32[full blocks]: of all tokens up to each block's end."""
+        count = len(tokens) // self._block_size * self._block_size
+        sums = np.cumsum((tokens[:count].astype(np.uint64) + np.uint64(1)) * self._factors[:count], dtype=np.uint64)
+        ends = sums[self._block_size - 1 :: self._block_size]
+        mixed = (ends ^ (ends >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
+        return (mixed >> np.uint64(33)).astype(np.int32)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        self._num_lines += 1
+        if self._num_lines % LINES_PER_FLUSH == 0:
+            self._file.flush()
+
+
+class PlanEncoder:
+    """A plan as a short record: who joined and left the rows of one token since the last plan, chunks, a checksum."""
+
+    def __init__(self):
+        self._singles: set[int] = set()
+
+    def encode(self, plan: StepPlan | None, scheduler: Scheduler) -> dict[str, Any] | None:
+        """None for a turn in which nothing could be planned."""
+        if plan is None:
+            return None
+        orders = [sequence.order for sequence in plan.sequences]
+        singles = set(orders[: plan.num_decodes])
+        record: dict[str, Any] = {"step": plan.step_id}
+        if joined := sorted(singles - self._singles):
+            record["join"] = joined
+        if left := sorted(self._singles - singles):
+            record["leave"] = left
+        self._singles = singles
+        rows = range(plan.num_decodes, plan.num_rows)
+        if rows:
+            record["chunks"] = [[orders[r], int(plan.first_positions[r]), int(plan.num_scheduled[r])] for r in rows]
+        if plan.admitted:
+            record["admit"] = [[sequence.order, sequence.num_cached] for sequence in plan.admitted]
+        record |= {
+            "bucket": plan.bucket,
+            "free": scheduler.blocks.num_available_blocks,
+            "preempted": scheduler.num_preemptions,
+        }
+        arrays = (plan.slots, plan.epochs, plan.num_scheduled, plan.first_positions, plan.output_index, plan.feeds)
+        data = b"".join(np.ascontiguousarray(array, np.int32).tobytes() for array in arrays)
+        record["sum"] = zlib.crc32(data)
+        return record
