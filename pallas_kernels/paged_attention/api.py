@@ -6,11 +6,13 @@ Called by model code under jit; knows neither models nor schedulers.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
 from pallas_kernels.paged_attention.layout import PoolLayout
@@ -40,8 +42,11 @@ def choose(platform: str, layout: PoolLayout, spec: AttentionSpec, implementatio
 def prepare(
     batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: AttentionSpec, implementation: str
 ) -> Any:
-    """What `implementation` derives from a step's geometry, as a pytree.  Once a step, inside jit, outside the layer loop."""
-    num_rows = batch.block_tables.shape[0]
+    """What `implementation` derives from a step's geometry, as a pytree.  Once a step, inside jit, outside the layer loop.
+
+    A row longer than its table becomes a padding row: reading on from a clamped index would give it another block's keys.
+    """
+    num_rows, max_blocks = batch.block_tables.shape
     if batch.kv_lens.shape != (num_rows,) or batch.cu_q_lens.shape != (num_rows + 1,):
         raise ValueError(
             f"{num_rows} table rows need kv_lens[{num_rows}] and cu_q_lens[{num_rows + 1}], "
@@ -49,6 +54,8 @@ def prepare(
         )
     module = _module(implementation)
     module.validate(layout, spec)
+    fits = batch.kv_lens <= max_blocks * layout.block_size
+    batch = dataclasses.replace(batch, kv_lens=jnp.where(fits, batch.kv_lens, 0))
     return module.prepare(batch, num_tokens, layout, spec)
 
 

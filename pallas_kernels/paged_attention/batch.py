@@ -69,7 +69,7 @@ def token_rows(batch: RaggedBatch, num_tokens: int, block_size: int, spec: Atten
         row, position = token, batch.kv_lens - 1
     else:
         ends = batch.cu_q_lens[1:]
-        row = jnp.searchsorted(ends, token, side="right").astype(jnp.int32)
+        row = jnp.searchsorted(ends, token, side="right", method="compare_all").astype(jnp.int32)
         live = row < num_rows
         row = jnp.where(live, row, 0)
         position = jnp.where(live, batch.kv_lens[row] - ends[row] + token, -1)

@@ -24,11 +24,11 @@ class Tiles:
 
     decode_rows: int = 16
     """Decode rows a group: their keys and values of one iteration should stay in a core's L2."""
-    decode_keys: int = 64
+    decode_keys: int = 32
     """Keys an iteration of the decode loop reads for each row, in whole blocks."""
     chunk_rows: int = 64
     """Queries a tile; times q heads a kv head it is the rows of the matrix product."""
-    chunk_keys: int = 128
+    chunk_keys: int = 64
     """Keys an iteration of the chunk loop reads, in whole blocks."""
 
 
@@ -119,7 +119,7 @@ def _tile_chunks(batch, num_tokens, layout, tiles) -> ChunkTiles:
     tiles_of_row = jnp.where(is_chunk, _cdiv(q_lens, size), 0)
     ends = jnp.cumsum(tiles_of_row)
     tile = jnp.arange(num_tokens // size + min(num_rows, num_tokens), dtype=jnp.int32)
-    row = jnp.minimum(jnp.searchsorted(ends, tile, side="right"), num_rows - 1).astype(jnp.int32)
+    row = jnp.minimum(jnp.searchsorted(ends, tile, side="right", method="compare_all"), num_rows - 1).astype(jnp.int32)
     offset = (tile - (ends - tiles_of_row)[row]) * size
     start = jnp.clip(starts[row] + offset, 0, num_tokens - size)
     first = starts[row] + offset - start
@@ -220,14 +220,16 @@ def _initial_state(q, sinks):
 def _online_softmax(state, q, keys, values, visible, spec):
     """One tile of keys: q [..., rows, H], keys and values [..., C, H], visible broadcastable to [..., rows, C]."""
     maximum, total, weighted = state
-    logits = jnp.einsum("...rh,...ch->...rc", q, keys)
+    logits = jnp.einsum("...rh,...ch->...rc", q, keys, precision="highest")
     if spec.soft_cap is not None:
         logits = spec.soft_cap * jnp.tanh(logits / spec.soft_cap)
     logits = jnp.where(visible, logits, _MASKED)
     new_maximum = jnp.maximum(maximum, logits.max(-1))
     weights = jnp.exp(logits - new_maximum[..., None])
     decay = jnp.exp(maximum - new_maximum)
-    weighted = weighted * decay[..., None] + jnp.einsum("...rc,...ch->...rh", weights, values)
+    weighted = weighted * decay[..., None] + jnp.einsum(
+        "...rc,...ch->...rh", weights, values, precision="highest"
+    )
     return new_maximum, total * decay + weights.sum(-1), weighted
 
 
