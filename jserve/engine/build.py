@@ -24,7 +24,8 @@ from jserve.metrics import Histograms, RequestCounts
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import attention_spec
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, make_compile_plan
-from jserve.runner.compiler import CompileCounter, use_persistent_cache
+from jserve.runner.compiler import CompileCounter
+from jserve.runner.executable_store import ExecutableStore
 from jserve.runner.memory import MemoryPlan, available_host_bytes, plan_memory
 from jserve.runner.model_runner import ModelRunner
 from jserve.runner.programs import ProgramSet
@@ -64,7 +65,6 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
     if platform not in ("cpu", "gpu", "tpu"):
         raise ConfigError(f"jax runs on {platform!r}; cpu, gpu and tpu are supported")
     config = resolve_automatic(config, platform)
-    use_persistent_cache(os.path.join(config.compile.cache_dir, "xla"))
     report.line(f"loading {config.model.path} as {config.model.dtype} on {platform}")
     model = load_model(
         config.model.path,
@@ -95,15 +95,32 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
     blocks = kv.make(root_key(model=model.digest, dtype=config.model.dtype, kv_dtype=config.kv.dtype))
     programs = make_programs(model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size)
     report.line(f"compile plan: {plan}")
-    programs.compile(
-        model.params,
-        config.compile.num_threads,
-        lambda done, total: report.progress("compile", done, total),
-        store_folder=os.path.join(config.compile.cache_dir, "executables"),
-    )
-    runner = ModelRunner(programs, model.params, blocks.tables)
-    runner.warm_up()
+    runner = _ready_runner(config, programs, model, blocks, report)
     return _wire(config, model, tokenizer, plan, memory, kv, blocks, runner, counter, programs.implementation)
+
+
+def _ready_runner(
+    config: Config, programs: ProgramSet, model: LoadedModel, blocks: BlockManager, report: Report
+) -> ModelRunner:
+    """A runner whose programs have run once.  Where executables of an earlier start fail, all are compiled again."""
+    store = ExecutableStore(os.path.join(config.compile.cache_dir, "executables"), programs.fingerprint(model.params))
+
+    def make_programs_ready() -> None:
+        programs.compile(
+            model.params, config.compile.num_threads, lambda done, total: report.progress("compile", done, total), store
+        )
+
+    make_programs_ready()
+    runner = ModelRunner(programs, model.params, blocks.tables)
+    try:
+        runner.warm_up()
+    except jax.errors.JaxRuntimeError as error:
+        report.line(f"kept executables failed ({error}); compiling all of them again")
+        store.forget()
+        make_programs_ready()
+        runner.reset()
+        runner.warm_up()
+    return runner
 
 
 def resolve_automatic(config: Config, platform: str) -> Config:
@@ -148,6 +165,20 @@ def resolve_automatic(config: Config, platform: str) -> Config:
     if config.model.generation_config not in ("auto", "none"):
         raise ConfigError(f"model.generation_config = {config.model.generation_config!r}: auto or none")
     return config
+
+
+def read_generation_defaults(config: Config, model: LoadedModel) -> dict[str, float]:
+    """Sampling values that fill unset fields.
+
+    Raises:
+      ConfigError: the model's generation_config has a value that no request could have.
+    """
+    if config.model.generation_config == "none":
+        return {}
+    try:
+        return generation_defaults(model.generation_defaults)
+    except ValueError as error:
+        raise ConfigError(f"{error} (--generation-config none ignores the model's values)") from None
 
 
 def open_step_log(config: Config, scheduler: Scheduler, kv: KvSettings) -> StepLog | None:
@@ -261,7 +292,7 @@ def _wire(
         blocks,
     )
     eos_token_ids = tuple(model.eos_token_ids)
-    defaults = generation_defaults(model.generation_defaults) if config.model.generation_config == "auto" else {}
+    defaults = read_generation_defaults(config, model)
     name = config.model.served_name or os.path.basename(os.path.normpath(config.model.path))
     counts, histograms = RequestCounts(), Histograms(name)
     outputs = OutputThread(lambda sequence, reason: loop.finish(sequence, reason), counts, histograms)

@@ -1,4 +1,4 @@
-"""Compiles the plan ahead of time, in threads and into a persistent cache, and counts what is compiled later.
+"""Compiles the plan ahead of time, in threads, and counts what is compiled later.
 
 `Programs` maps a shape to its executable; the executables are called directly, so serving cannot compile by accident.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,14 +42,6 @@ class CompileCounter:
             self.num_after_ready += 1
             if self._forbid:
                 raise RuntimeError("a program was compiled after readiness, which compile.forbid_compile forbids")
-
-
-def use_persistent_cache(folder: str) -> None:
-    """Every compile is kept in `folder` and found there by the next start."""
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def compile_all(

@@ -1,6 +1,7 @@
 """Executables of earlier starts, on disk: a warm start loads them and neither traces nor compiles.
 
-A file is found only where all that could change the program is equal: see `fingerprint`.  What cannot be read is compiled
+jax's own compilation cache stays off: on CPU, an executable that came out of it cannot be serialised again (it loads,
+and fails when it runs).  A file is found only where all that could change the program is equal: see `fingerprint`.  What cannot be read is compiled
 again.  The folder is the user's own cache; files are pickles, as jax serialises executables, so it must not be shared with
 people one does not trust.
 """
@@ -76,6 +77,10 @@ class ExecutableStore:
             os.replace(file.name, path)
         except Exception as error:
             log.warning("%s cannot be kept: %s", path, error)
+
+    def forget(self) -> None:
+        """Removes all executables of this fingerprint."""
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def close(self) -> None:
         """Marks the set as used now, and removes the sets that were not used for longest."""

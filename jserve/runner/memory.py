@@ -20,7 +20,7 @@ class MemoryPlan:
     """Bytes on one device, and what the pool holds."""
 
     device_bytes: int
-    """What the device has (CPU: what was available at start)."""
+    """What the device has (CPU: what was available before the weights were loaded)."""
     usable_bytes: int
     """What weights, activations and pool may take together."""
     weight_bytes: int
@@ -62,8 +62,8 @@ def plan_memory(
       ConfigError: with the numbers, where the pool does not fit or could hold nothing.
     """
     if platform == "cpu":
-        usable = device_bytes + weight_bytes
         default_pool = min(CPU_POOL_BYTES, (device_bytes - activation_bytes) // 2)
+        usable = device_bytes = device_bytes + weight_bytes
     else:
         usable = int(device_bytes * kv.memory_fraction)
         default_pool = usable - weight_bytes - activation_bytes

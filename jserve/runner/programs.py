@@ -153,10 +153,9 @@ class ProgramSet:
     # -- compiling
 
     def compile(
-        self, params, num_threads: int, progress: Callable[[int, int], None], store_folder: str | None = None
+        self, params, num_threads: int, progress: Callable[[int, int], None], store: ExecutableStore | None = None
     ) -> None:
-        """Makes every program of the plan ready to run; `store_folder` keeps executables for the next start."""
-        store = None if store_folder is None else ExecutableStore(store_folder, self.fingerprint(params))
+        """Makes every program of the plan ready to run; `store` has executables of earlier starts."""
         self._compiled = compile_all(self.jobs(params), num_threads, progress, store)
 
     def fingerprint(self, params) -> str:

@@ -1,4 +1,4 @@
-"""A random token of one row: counter-based uniforms, and the place where the running sum of weights reaches them.
+"""A random token of one row: counter-based random numbers, and a race of the tokens against each other.
 
 The draw of a row depends on its seed, stream and position alone, never on its neighbours or on JAX's settings.
 """
@@ -12,15 +12,22 @@ MASS_CHUNK = 256
 """Ids a chunk where a draw lands: about the square root of a vocabulary, and whole vector rows on TPU."""
 
 
-def uniforms(seed_words: Array, sample_index: Array, position: Array) -> Array:
-    """f32[R, 2] in (0, 1), never 0 or 1: u32[R, 2] seeds (high word, low word), i32[R] streams, i32[R] positions.
+def draw_keys(seed_words: Array, sample_index: Array, position: Array) -> Array:
+    """u32[R, 2] keys: fold_in(fold_in(seed, sample_index), position), as jax.random's threefry2x32 has it.
 
-    23 bits of each word of fold_in(fold_in(seed, sample_index), position), as jax.random's threefry2x32 has it.  A
-    fold_in is one cipher block of the counter, so these words are the draw, and nothing else is derived from them.
+    u32[R, 2] seeds (high word, low word), i32[R] streams, i32[R] positions.
     """
     stream = _fold_in(seed_words[:, 0], seed_words[:, 1], sample_index)
-    bits = jnp.stack(_fold_in(*stream, position), axis=1)
-    return ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
+    return jnp.stack(_fold_in(*stream, position), axis=1)
+
+
+def exponentials(key: Array, count: int) -> tuple[Array, Array]:
+    """Two independent f32[count] of exponential variates from one u32[2] key: those of fold_in(key, i)'s two words.
+
+    -log of a uniform in (0, 1) with 23 bits; never 0 and never infinite.
+    """
+    words = _fold_in(key[0], key[1], jnp.arange(count, dtype=jnp.int32))
+    return tuple(-jnp.log(((word >> 9).astype(jnp.float32) + 0.5) * 2.0**-23) for word in words)
 
 
 def _fold_in(key0: Array, key1: Array, counter: Array) -> tuple[Array, Array]:
@@ -39,15 +46,19 @@ def _fold_in(key0: Array, key1: Array, counter: Array) -> tuple[Array, Array]:
     return x0, x1
 
 
-def draw(logits_V: Array, maximum: Array, temperature: Array, threshold: Array, uniform: Array) -> Array:
-    """i32[] id with probability weight / sum of weights, over the logits >= threshold; f32[2] uniform.
+def draw(logits_V: Array, maximum: Array, temperature: Array, threshold: Array, key: Array) -> Array:
+    """i32[] id with probability weight / sum of weights, over the logits >= threshold; u32[2] key.
 
-    Two steps in the order of ids, with a uniform each: the chunk by its mass, then the id inside the chunk.
+    Two exponential races (the least E / weight wins with probability weight / sum): the chunk by its mass, then the id
+    inside the chunk.  Rounding changes the winner only where two candidates are that close; the place where a running
+    sum passes a uniform would have a border at every id.
     """
     logits_CP = jnp.pad(logits_V, (0, -logits_V.shape[0] % MASS_CHUNK), constant_values=-jnp.inf).reshape(-1, MASS_CHUNK)
     masses_C = jnp.sum(kept_weights(logits_CP, maximum, temperature, threshold), axis=1)
-    chunk = _pick(masses_C, uniform[0])
-    return chunk * MASS_CHUNK + _pick(kept_weights(logits_CP[chunk], maximum, temperature, threshold), uniform[1])
+    between, inside = exponentials(key, max(logits_CP.shape))
+    chunk = _first_home(masses_C, between[: logits_CP.shape[0]])
+    weights_P = kept_weights(logits_CP[chunk], maximum, temperature, threshold)
+    return chunk * MASS_CHUNK + _first_home(weights_P, inside[:MASS_CHUNK])
 
 
 def kept_weights(logits: Array, maximum: Array, temperature: Array, threshold: Array) -> Array:
@@ -62,9 +73,6 @@ def running_sum(weights: Array) -> Array:
     return jnp.sum(jnp.where(places[None, :] <= places[:, None], weights[None, :], 0.0), axis=1)
 
 
-def _pick(weights: Array, uniform: Array) -> Array:
-    """i32[] first index of weight above 0 whose running sum reaches uniform * total."""
-    running = running_sum(weights)
-    reached = jnp.where(running >= uniform * running[-1], jnp.inf, running)
-    # Should rounding leave none that reaches it, the furthest is taken; never one of weight 0.
-    return jnp.argmax(jnp.where(weights > 0, reached, -1.0)).astype(jnp.int32)
+def _first_home(weights: Array, exponentials: Array) -> Array:
+    """i32[] winner of the race; never one of weight 0."""
+    return jnp.argmin(jnp.where(weights > 0, exponentials / weights, jnp.inf)).astype(jnp.int32)

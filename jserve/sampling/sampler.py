@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from jserve.sampling.draw import draw, uniforms
+from jserve.sampling.draw import draw, draw_keys
 from jserve.sampling.limits import MIN_TEMPERATURE
 from jserve.sampling.rows import each_row
 from jserve.sampling.scores import TokenScores, chunked, hide_unreal, normalizer, score, token_logprob
@@ -95,8 +95,8 @@ def sample(
         shaped = shape(shaped, shaping)
     maximum, token_ids = _most_probable(shaped)
     if variant.kind is not SamplerKind.GREEDY:
-        uniform = uniforms(inputs.seed, inputs.sample_index, inputs.position)
-        token_ids = each_row(_row_token, shaped, maximum, token_ids, inputs, uniform)
+        keys = draw_keys(inputs.seed, inputs.sample_index, inputs.position)
+        token_ids = each_row(_row_token, shaped, maximum, token_ids, inputs, keys)
     token_ids = jnp.where(inputs.is_used, token_ids, 0)
 
     return SamplerOutput(
@@ -107,7 +107,7 @@ def sample(
     )
 
 
-def _row_token(logits_V: Array, maximum: Array, greedy_id: Array, inputs: SamplerInputs, uniform: Array) -> Array:
+def _row_token(logits_V: Array, maximum: Array, greedy_id: Array, inputs: SamplerInputs, key: Array) -> Array:
     """The id of one row that may draw; `inputs` are that row's."""
 
     def drawn():
@@ -115,7 +115,7 @@ def _row_token(logits_V: Array, maximum: Array, greedy_id: Array, inputs: Sample
         temperature = jnp.clip(inputs.temperature, MIN_TEMPERATURE, 1e30)
         filters = Filters(temperature, inputs.min_p, inputs.top_k, inputs.top_p)
         threshold = keep_threshold(logits_V, maximum, filters)
-        return draw(logits_V, maximum, temperature, threshold, uniform)
+        return draw(logits_V, maximum, temperature, threshold, key)
 
     return lax.cond(inputs.is_used & (inputs.temperature > 0), drawn, lambda: greedy_id)
 

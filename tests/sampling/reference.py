@@ -95,9 +95,10 @@ def sample(logits: np.ndarray, row: Row, num_real_tokens: int) -> tuple[int, boo
     kept, doubtful = keep(x, row)
     p = np.where(kept, probabilities(x, row.temperature), 0.0)
     p = np.concatenate([p, np.zeros(-len(p) % _CHUNK)]).reshape(-1, _CHUNK)
-    u_chunk, u_inside = uniforms(row.seed, row.sample_index, row.position)
-    chunk, unsure_chunk = _pick(p.sum(1), u_chunk)
-    inside, unsure_inside = _pick(p[chunk], u_inside)
+    key = draw_key(row.seed, row.sample_index, row.position)
+    between, within = exponentials(key, max(p.shape))
+    chunk, unsure_chunk = _first_home(p.sum(1), between[: len(p)])
+    inside, unsure_inside = _first_home(p[chunk], within[:_CHUNK])
     return chunk * _CHUNK + inside, bool(unsure_chunk or unsure_inside or doubtful.any())
 
 
@@ -114,17 +115,22 @@ def ranked(logits: np.ndarray, num_real_tokens: int) -> np.ndarray:
     return np.argsort(-logits[:num_real_tokens], kind="stable")
 
 
-def uniforms(seed: int, sample_index: int, position: int) -> tuple[float, float]:
+def draw_key(seed: int, sample_index: int, position: int) -> tuple[int, int]:
     """threefry2x32 with counter (0, position) under the key threefry2x32 with counter (0, sample_index) under seed."""
     key = _threefry((seed >> 32) & 0xFFFFFFFF, seed & 0xFFFFFFFF, 0, sample_index)
-    return tuple(((word >> 9) + 0.5) / 2**23 for word in _threefry(*key, 0, position))
+    return _threefry(*key, 0, position)
 
 
-def _pick(weights: np.ndarray, uniform: float) -> tuple[int, bool]:
-    share = np.cumsum(weights) / weights.sum()
-    index = int(np.argmax((share > uniform) & (weights > 0)))
-    border = np.abs(share[weights > 0] - uniform).min()
-    return index, border < 1e-5 and border < abs(1 - uniform) + 1e-5 and np.count_nonzero(weights) > 1
+def exponentials(key: tuple[int, int], count: int) -> tuple[np.ndarray, np.ndarray]:
+    words = np.array([_threefry(*key, 0, i) for i in range(count)])
+    return tuple(-np.log(((words >> 9) + 0.5) / 2**23).T)
+
+
+def _first_home(weights: np.ndarray, exponentials: np.ndarray) -> tuple[int, bool]:
+    with np.errstate(divide="ignore"):
+        times = np.where(weights > 0, exponentials / weights, np.inf)
+    best = np.sort(times)[:2]
+    return int(np.argmin(times)), len(best) > 1 and np.isfinite(best[1]) and bool(best[1] < best[0] * (1 + 1e-4))
 
 
 def _threefry(key0: int, key1: int, x0: int, x1: int) -> tuple[int, int]:

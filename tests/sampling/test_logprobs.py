@@ -106,14 +106,14 @@ def test_prompt_scores_use_no_memory_beyond_the_chunk():
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * 64 * 128256 * 4
 
 
-@pytest.mark.parametrize("width, count", [(40, 20), (2000, 20), (5000, 64), (5001, 64)])
-def test_the_largest_are_found_with_ties_in_the_order_of_ids(width, count):
+@pytest.mark.parametrize("width, count, chunk_size", [(40, 20, 32), (2000, 20, 32), (5000, 20, 128), (5001, 64, 32)])
+def test_the_largest_are_found_with_ties_in_the_order_of_ids(width, count, chunk_size):
     rng = np.random.default_rng(width)
     rows = np.round(rng.normal(size=(8, width)) * 2).astype(np.float32)
     rows[0] = -np.inf
     rows[1] = np.arange(width)
     rows[2] = -np.arange(width)
-    values, ids = jax.jit(largest, static_argnums=1)(rows, count)
+    values, ids = jax.jit(largest, static_argnums=(1, 2))(rows, count, chunk_size)
     wanted = np.argsort(-rows, axis=1, kind="stable")[:, :count]
     np.testing.assert_array_equal(ids, wanted)
     np.testing.assert_array_equal(values, np.take_along_axis(rows, wanted, axis=1))

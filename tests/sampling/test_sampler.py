@@ -8,8 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from jserve.sampling.draw import uniforms
+from jserve.request import SamplingParams
+from jserve.sampling import threshold
+from jserve.sampling.draw import draw_keys
+from jserve.sampling.limits import ModelLimits
 from jserve.sampling.threshold import Filters, keep_threshold
+from jserve.sampling.validate import resolve
 from tests.sampling import reference
 from tests.sampling.reference import Row
 from tests.support.sampler_rows import FULL, GREEDY, SAMPLE, SAMPLE_LOGPROBS, run, seed_words
@@ -89,9 +93,9 @@ def test_penalties_bias_and_allowed_ids_equal_the_reference():
         rows = [random_full_row(rng) for _ in range(16)]
         logits = random_logits(rng, 16)
         logits[np.isneginf(logits)] = -50
-        token_ids = run(logits, rows, FULL, num_real_tokens=990).token_ids
+        token_ids = run(logits, rows, FULL).token_ids
         for row, x, token_id in zip(rows, logits, token_ids):
-            wanted, is_doubtful = reference.sample(x, row, 990)
+            wanted, is_doubtful = reference.sample(x, row, V)
             num_doubtful += is_doubtful
             assert is_doubtful or token_id == wanted, row
     assert num_doubtful < 15
@@ -104,21 +108,23 @@ def thresholds(logits: np.ndarray, rows: list[Row], apply_rows) -> np.ndarray:
     return np.asarray(apply_rows(logits, logits.max(1), filters))
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("as_on", ["cpu", "accelerators"])
 @pytest.mark.parametrize("vocab_size", [40, V, 5000])
-def test_the_kept_set_equals_the_reference(vocab_size, at_once):
-    """One row after the other, as on CPU, and all at once, as on accelerators."""
+def test_the_kept_set_equals_the_reference(vocab_size, as_on, monkeypatch):
+    """One row after the other, most by their candidates; and all at once, by bisection alone."""
     rng = np.random.default_rng(vocab_size)
-    one_by_one = lambda *arrays: jax.lax.map(lambda row: keep_threshold(*row), arrays)
-    apply_rows = jax.jit(jax.vmap(keep_threshold) if at_once else one_by_one)
+    apply_rows = jax.jit(lambda *arrays: jax.lax.map(lambda row: keep_threshold(*row), arrays))
+    if as_on == "accelerators":
+        monkeypatch.setattr(threshold, "_search", threshold._bisected)
+        apply_rows = jax.jit(jax.vmap(keep_threshold))
     num_bisected = 0
     for _ in range(12):
         rows = [dataclasses.replace(random_row(rng, vocab_size), temperature=float(rng.choice([0.01, 0.5, 1, 4])))
                 for _ in range(16)]
         logits = random_logits(rng, 16, vocab_size)
-        for row, x, threshold in zip(rows, logits, thresholds(logits, rows, apply_rows)):
+        for row, x, lowest in zip(rows, logits, thresholds(logits, rows, apply_rows)):
             wanted, doubtful = reference.keep(x, row)
-            kept = np.isfinite(x) & (x >= threshold)
+            kept = np.isfinite(x) & (x >= lowest)
             assert (kept == wanted)[~doubtful].all(), row
             assert kept[np.argmax(x)] and doubtful.sum() < 0.2 * vocab_size
             num_bisected += 64 < kept.sum() < np.isfinite(x).sum()
@@ -128,14 +134,18 @@ def test_the_kept_set_equals_the_reference(vocab_size, at_once):
 def test_a_huge_nucleus_and_a_large_top_k_together():
     x = np.random.default_rng(0).normal(size=(2, 20000)).astype(np.float32)
     row = Row(top_k=5000, top_p=0.8)
-    for logits, threshold in zip(x, thresholds(x, [row, row], jax.jit(jax.vmap(keep_threshold)))):
+    for logits, lowest in zip(x, thresholds(x, [row, row], jax.jit(jax.vmap(keep_threshold)))):
         wanted, doubtful = reference.keep(logits, row)
-        assert ((logits >= threshold) == wanted)[~doubtful].all()
+        assert ((logits >= lowest) == wanted)[~doubtful].all()
         assert 2000 < wanted.sum() < 5000
 
 
-@pytest.mark.parametrize("variant", [GREEDY, SAMPLE_LOGPROBS])
-def test_a_row_gets_the_same_bits_alone_in_any_bucket_at_any_place(variant):
+@pytest.mark.parametrize("variant, batches", [
+    (GREEDY, [(3, 16), (16, 16)]),
+    (SAMPLE, [(1, 16), (3, 16), (16, 16), (24, 64)]),
+    (SAMPLE_LOGPROBS, [(3, 16), (16, 16)]),
+], ids=["greedy", "sample", "logprobs"])
+def test_a_row_gets_the_same_bits_alone_in_any_bucket_at_any_place(variant, batches):
     """A seeded row among unseeded, greedy and filtered neighbours, and among padding."""
     rng = np.random.default_rng(3)
     logits = random_logits(rng, 24)
@@ -144,7 +154,7 @@ def test_a_row_gets_the_same_bits_alone_in_any_bucket_at_any_place(variant):
     rows[0] = Row(temperature=0.8, seed=42, position=7)
     logits[1], rows[1] = logits[0], Row(temperature=1.2, top_p=0.97, seed=-42)  # a nucleus that is bisected
     alone = [run(logits[[i]], [rows[i]], variant, num_rows=1) for i in range(24)]
-    for num_rows, bucket in ((1, 16), (3, 16), (16, 16), (24, 64)):
+    for num_rows, bucket in batches:
         order = rng.permutation(24)[:num_rows]
         together = run(logits[order], [rows[i] for i in order], variant, num_rows=bucket)
         for place, i in enumerate(order):
@@ -170,12 +180,14 @@ def test_greedy_takes_the_lowest_id_on_ties():
 
 @pytest.mark.parametrize("scale", [1, 60, 3e38])
 def test_the_lowest_temperatures_draw_the_best_token(scale):
-    """0.01 is what temperatures from 1e-45 to 0.01 become.  The best id is not the first, and nothing overflows."""
-    logits = np.linspace(-1, 0.7, V, dtype=np.float32)[None] * np.ones((8, 1), np.float32)
+    """The best id is not the first, its lead is 30 times the temperature, and nothing overflows."""
+    model = ModelLimits(context_length=64, vocab_size=V)
+    asked = [0, 1e-45, 1e-12, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2]
+    resolved = [resolve(SamplingParams(temperature=value), model, num_prompt_tokens=1) for value in asked]
+    rows = [Row(temperature=sampling.temperature, seed=sampling.seed) for sampling in resolved]
+    logits = np.linspace(-1, 0.7, V, dtype=np.float32)[None].repeat(8, 0)
     logits[:, 321] = 1
-    logits = (logits * np.float32(scale)).astype(np.float32)
-    rows = [Row(temperature=0.01, seed=seed, position=seed) for seed in range(8)]
-    out = run(logits, rows, SAMPLE)
+    out = run((logits * np.float32(scale)).astype(np.float32), rows, SAMPLE)
     assert out.token_ids.tolist() == [321] * 8
     assert np.isfinite(out.logprob).all() and out.is_sound.all()
 
@@ -188,9 +200,9 @@ def test_a_huge_temperature_draws_from_everything_and_from_nothing_banned():
 
 
 def test_ids_beyond_the_tokenizer_are_never_returned():
-    logits = np.zeros((32, V), np.float32)
+    logits = np.zeros((16, V), np.float32)
     logits[:, 900:] = 50
-    rows = [Row(seed=seed, temperature=float(seed % 2)) for seed in range(32)]
+    rows = [Row(seed=seed, temperature=float(seed % 2)) for seed in range(16)]
     assert (run(logits, rows, SAMPLE, num_real_tokens=900).token_ids < 900).all()
 
 
@@ -221,14 +233,14 @@ def test_a_row_of_nan_or_nothing_is_reported_and_hurts_no_neighbour():
     assert not masked.is_sound[0]
 
 
-def test_uniforms_are_threefry_of_seed_stream_and_position():
+def test_draw_keys_are_threefry_of_seed_stream_and_position():
     rng = np.random.default_rng(2)
     seeds = [0, -1, 2**63 - 1, -(2**63), 2**32, *map(int, rng.integers(-(2**63), 2**63, 5))]
     streams, positions = rng.integers(0, 64, 10).astype(np.int32), rng.integers(0, 10**6, 10).astype(np.int32)
     words = np.array([seed_words(seed) for seed in seeds], np.uint32)
-    drawn = np.asarray(jax.jit(uniforms)(words, streams, positions))
+    drawn = np.asarray(jax.jit(draw_keys)(words, streams, positions))
     for seed, stream, position, pair in zip(seeds, streams, positions, drawn):
-        assert tuple(pair) == reference.uniforms(seed, int(stream), int(position))
+        assert tuple(pair) == reference.draw_key(seed, int(stream), int(position))
 
 
 def test_unseeded_neighbours_vary_along_the_sequence_and_between_requests():
@@ -252,11 +264,11 @@ def test_samples_of_one_request_differ():
 
 def test_the_settings_of_jax_do_not_change_a_draw():
     words, zeros = np.array([[1, 2]], np.uint32), np.zeros(1, np.int32)
-    plain = np.asarray(uniforms(words, zeros, zeros))
+    plain = np.asarray(draw_keys(words, zeros, zeros))
     for name, value in (("jax_threefry_partitionable", False), ("jax_default_prng_impl", "rbg")):
         before = getattr(jax.config, name)
         try:
             jax.config.update(name, value)
-            np.testing.assert_array_equal(np.asarray(uniforms(words, zeros, zeros)), plain)
+            np.testing.assert_array_equal(np.asarray(draw_keys(words, zeros, zeros)), plain)
         finally:
             jax.config.update(name, before)
