@@ -77,9 +77,9 @@ def mesh(target: str, num_devices: int = 1, axis: str = "model"):
 def step_compiler_options(target: str) -> dict[str, str]:
     """XLA options of a whole step; the one place where they are named.
 
-    tpu7x: a scan over stacked 16-bit weights re-lays-out all of them each step (1.6 GiB of temporaries for an 8B model on
-    8 devices) unless second-minor tiles of 16 rows are turned off.  The flag is undocumented; tests/compile guards it by
-    asserting the temporaries' size.
+    tpu7x: a scan over stacked 16-bit weights re-lays-out all of them each step (1.6 GiB of temporaries for an 8B
+    model on 8 devices) unless second-minor tiles of 16 rows are turned off.  The flag is undocumented; tests/compile
+    guards it by asserting the temporaries' size.
     """
     if target.startswith("tpu7x"):
         return {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
@@ -95,7 +95,7 @@ def compile_for(
     donate: Sequence[int] = (),
     options: dict[str, str] | None = None,
 ):
-    """Compiles `function` for the target; `arguments` are trees of anything with shape and dtype, replicated but for `specs`."""
+    """Compiles `function`; `arguments` are trees of anything with shape and dtype, replicated but for `specs`."""
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 

@@ -3,8 +3,8 @@
     python tools/count_bundles.py decode --target v5e --target tpu7x --kv-heads 8 --group 4 --block-size 64
     python tools/count_bundles.py table            # the tables of docs/kernels-tpu.md, about 30 compiles
 
-A bundle is one issue slot of the machine.  DMA time and waits are not in it: the counts compare kernels and hold a budget,
-they are no latency.  One subprocess a compile, because the dump flags go to libtpu when it starts.
+A bundle is one issue slot of the machine.  DMA time and waits are not in it: the counts compare kernels and hold a
+budget, they are no latency.  One subprocess a compile, because the dump flags go to libtpu when it starts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Loop:
             yield from loop.walk()
 
     def describe(self) -> str:
-        line = f"{'  ' * self.depth}loop: {self.bundles} bundles, {self.spills} spill, {self.matmuls} matmul, {self.pushes} push"
+        counts = f"{self.bundles} bundles, {self.spills} spill, {self.matmuls} matmul, {self.pushes} push"
+        line = f"{'  ' * self.depth}loop: {counts}"
         return "\n".join([line] + [loop.describe() for loop in self.inner])
 
 
@@ -119,8 +120,7 @@ def decode_bundles_per_kib(tree: Loop, case: Case) -> float:
     if case.kernel == "shipped":  # one loop, whose fetches are unrolled
         tokens = case.group_tokens or 512
         group = max(tree.walk(), key=lambda loop: loop.pushes)
-        fetches = [loop for loop in tree.walk() if loop.depth == group.depth - 1 and group in loop.inner]
-        return (group.bundles + sum(loop.bundles for loop in fetches[0].inner if loop is not group)) / _kib(case, tokens)
+        return group.bundles / _kib(case, tokens)
     tokens = tiles_of(case).decode_group
     group = max((loop for loop in tree.walk() if loop.inner and loop.depth >= 2), key=lambda loop: loop.pushes)
     fetch = sum(loop.bundles for loop in group.inner)

@@ -1,7 +1,7 @@
 """TPU: copies of whole blocks within a pool, and to and from a staging buffer, as DMAs from HBM to HBM.
 
-Used for copy-on-write and for swapping.  The pool is aliased, never copied.  Compiled for v4 to tpu7x and interpreted; not
-run on hardware.
+Used for copy-on-write and for swapping.  The pool is aliased, never copied.  Compiled for v4 to tpu7x and
+interpreted; not run on hardware.
 
 One program and no grid: a loop starts the DMA of block i, all layers of it, after that of block i - IN_FLIGHT is done.
 Sources and destinations of one call must not overlap: the DMAs run in any order.
@@ -47,7 +47,7 @@ def gather_blocks(
     *,
     interpret=False,
 ) -> jax.Array:
-    """[n, L, K, planes, P, lanes]: the blocks one after another, each contiguous; entries from `count` on are unspecified."""
+    """[n, L, K, planes, P, lanes]: the blocks one after another; entries from `count` on are unspecified."""
     num_layers, _, *block_shape = pool.shape
     staging = jax.ShapeDtypeStruct((blocks.shape[0], num_layers, *block_shape), pool.dtype)
 

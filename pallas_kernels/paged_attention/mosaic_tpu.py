@@ -4,8 +4,8 @@
     write       the chunks' new keys and values go into their blocks                          mosaic_tpu_write
     chunks      tiles of the chunks' queries attend, after the write                          mosaic_tpu_chunk
 
-All three alias the pool: it is never copied and never scattered into.  Compiled for v4 to tpu7x and interpreted; not run on
-hardware (docs/kernels-tpu.md).
+All three alias the pool: it is never copied and never scattered into.  Compiled for v4 to tpu7x and interpreted; not
+run on hardware (docs/kernels-tpu.md).
 """
 
 from __future__ import annotations
@@ -94,12 +94,13 @@ def attend(
     tiles: TpuTiles | None = None,
     interpret=False,
 ):
-    """See `api.paged_attention`.  `tiles` must be those of `prepare`; `interpret` takes pltpu.InterpretParams in tests."""
+    """See `api.paged_attention`.  `tiles` as in `prepare`; `interpret` takes pltpu.InterpretParams in tests."""
     num_tokens = q.shape[0]
     num_rows = metadata.tables.shape[0]
     tiles = tiles or default_tiles(layout, q.shape[1] // layout.num_kv_heads)
     new = pack(k, v, layout, k_scale, v_scale)
-    shared = dict(layout=layout, spec=spec, tiles=tiles, sinks=sinks, k_scale=k_scale, v_scale=v_scale, interpret=interpret)
+    static = {"layout": layout, "spec": spec, "tiles": tiles, "interpret": interpret}
+    shared = static | {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
 
     num_candidates = min(num_rows, num_tokens)  # a decode's row and flat token have the same number
     decoded, pool = decode_attention(

@@ -2,23 +2,23 @@
 
 Compiled for v4 to tpu7x and interpreted; not run on hardware.
 
-Grid: one step an *item*, the part of a chunk that falls into one tile of `query_tile` flat tokens, a dynamic number of them.
-Tiles stand at fixed multiples of their size, so a chunk may start at any flat token: a tile that two chunks share is two
-items in a row, each of which computes the whole tile and keeps its own rows.
+Grid: one step an *item*, the part of a chunk that falls into one tile of `query_tile` flat tokens, a dynamic number
+of them. Tiles stand at fixed multiples of their size, so a chunk may start at any flat token: a tile that two chunks
+share is two items in a row, each of which computes the whole tile and keeps its own rows.
 
-    VMEM  q, out [N, query_tile, E]                  the tile, all heads
-          buffers [2, blocks, K, planes, P, 128]     KV groups as in the decode kernel, the next item's first one prefetched
-          peak, mass, accumulator [units, rows, ...] online softmax in float32, base 2
-          two stages of logits, weights, decay       between a unit's three pieces
+    VMEM  q, out [N, query_tile, E]                   the tile, all heads
+          buffers [2, blocks, K, planes, P, 128]      KV groups as in the decode kernel, one of them on its way
+          peak, mass, accumulator [units, rows, ...]  online softmax in float32, base 2
+          two stages of logits, weights, peak, decay  between a unit's three pieces
     SMEM  the items, this item's block table row and the next one's
 
-A group is attended in *units*: `unit_heads` query heads of one kv head (about 256 rows) against `key_tile` keys.  A unit is
-three pieces, and the pieces of three units run together, so that matrix and vector units work at the same time:
+A group is attended in *units*: `unit_heads` query heads of one kv head (about 256 rows) against `key_tile` keys.  A
+unit is three pieces, and the pieces of three units run together, so that matrix and vector units work at the same time:
 
-    loop over units u:    logits(u + 1) = q k^T    |    weights(u) = softmax of logits(u)    |    sum += weights(u - 1) v
+    loop over units u:    weights(u) from logits(u)    |    sum += weights(u - 1) v    |    logits(u + 1) = q k^T
 
-Keys after the item's last query, and before its first query's window, are never fetched in whole blocks and never computed
-in whole key tiles; key tiles that every query sees whole are not masked.
+Keys after the item's last query, and before its first query's window, are never fetched in whole blocks and never
+computed in whole key tiles; key tiles that every query sees whole are not masked.
 """
 
 from __future__ import annotations
@@ -75,7 +75,12 @@ def chunk_tiles(batch: RaggedBatch, kv_lens: jax.Array, num_tokens: int, query_t
     length = jnp.minimum(query_tile - first % query_tile, batch.cu_q_lens[row + 1] - first)
     keep = lambda x: jnp.where(live, x, 0).astype(jnp.int32)
     return ChunkTiles(
-        keep(row), keep(first // query_tile), keep(first % query_tile), keep(length), keep(tokens.position[first]), count
+        row=keep(row),
+        tile=keep(first // query_tile),
+        start=keep(first % query_tile),
+        num_queries=keep(length),
+        position=keep(tokens.position[first]),
+        count=count,
     )
 
 

@@ -2,18 +2,18 @@
 
 Compiled for v4 to tpu7x and interpreted; not run on hardware.
 
-Grid: one step a row (sequence), a dynamic number of them.  A row's blocks are walked in groups of `decode_group` tokens:
+Grid: one step a row (sequence), a dynamic number of them.  A row's blocks come in groups of `decode_group` tokens:
 
-    VMEM  buffers [2, blocks, K, planes, P, 128]   group g in slot g % 2 while g + 1 (or the next row's first) is in flight
-          q [pairs, R, E]     R = heads_per_matmul * G rows, block-diagonal over E lanes; a *pair* is the kv heads of one matmul
-          peak, mass, accumulator [pairs, R, ...]   online softmax in float32, base 2: exp(x) = exp2(x * log2(e))
-    SMEM  row_lens, this row's block table and the next one's (blocks of one table row, so the table's size is HBM's)
+    VMEM  buffers [2, blocks, K, planes, P, 128]   group g in slot g % 2 while the next, or the next row's first, comes
+          q [pairs, R, E]                          a *pair* is the kv heads of one matmul: R = heads_per_matmul * G
+                                                   query rows, block-diagonal over E lanes
+          peak, mass, accumulator [pairs, R, ...]  online softmax in float32, base 2: exp(x) = exp2(x * log2(e))
+    SMEM  row_lens, this row's block table and the next one's: two rows of the table, whose size is HBM's
 
-Order in a group: start the next fetch, wait for this one, (last group: zero what lies beyond the last token, put the new
-token into its block, start its write), QK of all pairs, softmax of all pairs, PV of all pairs, (last group: wait for the
-write).
-Only the first group under a window and the last group are masked, and attended in pieces of `decode_tail` tokens, as many
-as the row needs; the others are whole.
+Order in a group: start the next fetch, wait for this one, (last group: zero what lies beyond the last token, put the
+new token into its block, start its write), QK of all pairs, softmax of all pairs, PV of all pairs, (last group: wait
+for the write).  Only the first group under a window and the last group are masked, and attended in pieces of `decode_tail`
+tokens, as many as the row needs; the others are whole.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def decode_attention(
         + 2 * padded_bytes((pairs, rows, LANES), 4)
         + padded_bytes((pairs, rows, lanes), 4)
         + (padded_bytes((pairs, rows, LANES), 4) if spec.has_sinks else 0)
-        + 2 * padded_bytes((pairs, rows, sizes.group_tokens), 4),  # logits and weights, where registers do not hold them
+        + 2 * padded_bytes((pairs, rows, sizes.group_tokens), 4),  # logits and weights, beyond the registers
         num_kv_heads=layout.num_kv_heads,
         num_heads=num_heads,
         head_dim=head_dim,
@@ -207,7 +207,7 @@ def flat_scales(k_scale, v_scale, num_kv_heads: int) -> jax.Array:
 
 
 def _block_diagonal(q: jax.Array, sizes: _Sizes) -> jax.Array:
-    """[S, N, H] -> [S, pairs, R, heads_per_matmul * lanes]: head e's queries in rows e*G.., lanes e*lanes.., zeros elsewhere."""
+    """[S, N, H] -> [S, pairs, R, heads_per_matmul * lanes]: head e in rows e*G.. and lanes e*lanes.., else 0."""
     num_sequences, _, head_dim = q.shape
     heads, lanes = sizes.heads_per_matmul, sizes.head_lanes
     q = jnp.pad(q, ((0, 0), (0, 0), (0, lanes - head_dim)))
@@ -218,7 +218,7 @@ def _block_diagonal(q: jax.Array, sizes: _Sizes) -> jax.Array:
 
 
 def _kernel(layer_ref, row_lens_ref, table_ref, next_table_ref, q_ref, new_ref, *refs, sizes: _Sizes):
-    """refs: [scales SMEM f32[2K]], [sinks f32[pairs, R, 128]], pool (aliased), then outputs and scratch as in the call."""
+    """refs: [scales SMEM f32[2K]], [sinks f32[pairs, R, 128]], pool, then outputs and scratch as in the call."""
     scales_ref = sinks_ref = None
     if sizes.has_scales:
         scales_ref, *refs = refs

@@ -1,4 +1,5 @@
-"""Tile sizes of the TPU kernels, and what they cost in VMEM and SMEM: checked here, with numbers, before a compiler sees them.
+"""Tile sizes of the TPU kernels, and what they cost in VMEM and SMEM: checked here, with numbers, before a compiler
+sees them.
 
 The defaults fit every generation from v4 on.  Nothing here was timed: they come from the compilers' schedules
 (docs/kernels-tpu.md).
@@ -40,7 +41,8 @@ class TpuTiles:
 
 
 def default_tiles(layout: PoolLayout, queries_per_kv_head: int = 1) -> TpuTiles:
-    """Groups of about 4 MiB for decode and 1 MiB for chunks, at most 2,048 tokens, whole blocks and whole 128-lane columns.
+    """Groups of about 4 MiB for decode and 1 MiB for chunks, at most 2,048 tokens, whole blocks and whole 128-lane
+    columns.
 
     `queries_per_kv_head` matters to decode only: a group's logits, of all heads, are to stay in 32 vector registers.
     """
@@ -78,12 +80,13 @@ def padded_bytes(shape: tuple[int, ...], itemsize: int) -> int:
 
 
 def check_vmem(kernel: str, needed: int, **sizes: int) -> int:
-    """The limit to compile with, if `needed` bytes fit; else NotImplementedError saying which sizes made it too large."""
+    """The limit to compile with, if `needed` bytes fit; else NotImplementedError with the sizes that made it so."""
     limit = max(16 << 20, needed * 5 // 4)  # the compiler adds temporaries of its own
     if limit > VMEM_BYTES:
         described = ", ".join(f"{name}={value}" for name, value in sizes.items())
         raise NotImplementedError(
-            f"{kernel}: {needed / 2**20:.1f} MiB of VMEM and a quarter for temporaries, of {VMEM_BYTES >> 20} MiB ({described})"
+            f"{kernel}: {needed / 2**20:.1f} MiB of VMEM and a quarter for temporaries, "
+            f"of {VMEM_BYTES >> 20} MiB ({described})"
         )
     return limit
 

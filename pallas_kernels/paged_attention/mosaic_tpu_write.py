@@ -1,12 +1,13 @@
-"""TPU chunk write: the new keys and values of all chunks go into their blocks, whatever flat token a chunk starts at and
-whatever row of a block it starts in.
+"""TPU chunk write: the new keys and values of all chunks go into their blocks, whatever flat token a chunk starts at
+and whatever row of a block it starts in.
 
 Compiled for v4 to tpu7x and interpreted; not run on hardware.
 
-Grid: one step a *write*, the part of a chunk that falls into one block: (block, first row in it, first flat token, count).
-Step w brings the flat tokens from the tile boundary before its first, and the block where a part of it stays as it is;
-rolls the tokens to their rows; sends the block back.  While it works the next write's inputs are on their way, and its own
-result leaves while the next one works (two slots).  No two writes share a block, so their order does not matter.
+Grid: one step a *write*, the part of a chunk that falls into one block: (block, first row in it, first flat token,
+count). Step w brings the flat tokens from the tile boundary before its first, and the block where a part of it stays
+as it is; rolls the tokens to their rows; sends the block back.  While it works the next write's inputs are on their
+way, and its own result leaves while the next one works (two slots).  No two writes share a block, so their order does
+not matter.
 """
 
 from __future__ import annotations

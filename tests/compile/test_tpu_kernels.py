@@ -1,7 +1,7 @@
 """The TPU kernels through the real TPU compiler, for every generation and kind of model.  Nothing runs.
 
-A mixed step compiles all three kernels.  Asserted besides acceptance: the pool is aliased to the byte, temporaries are far
-smaller than it, and no copy has its shape (aliased bytes alone do not show a copy).
+A mixed step compiles all three kernels.  Asserted besides acceptance: the pool is aliased to the byte, temporaries
+are far smaller than it, and no copy has its shape (aliased bytes alone do not show a copy).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def load_count_bundles(repository_root):
 
 @pytest.mark.parametrize("target, budget", [("v5e", 0.38), ("v6e", 0.36), ("tpu7x", 0.35)])
 def test_decode_schedule(target, budget, repository_root):
-    """Bundles per KiB of KV at 8 kv heads and block size 64 (the kernel that ships with JAX: 1.18, 1.13, 1.10); no spills."""
+    """Bundles per KiB of KV at 8 kv heads, block size 64 (JAX's own kernel: 1.18, 1.13, 1.10); no spills."""
     count_bundles = load_count_bundles(repository_root)
     case = count_bundles.Case("decode", target)
     tree = count_bundles.compile_case(case)

@@ -1,4 +1,4 @@
-"""The whole forward step of real models through the TPU compiler: KV in place, no copy of weights or pool, temporaries bounded."""
+"""Whole forward steps of real models through the TPU compiler: KV in place, no copy of weights, temporaries bounded."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ LLAMA3_8B = from_hf(
 )
 
 
-def compile_forward(target: str, config: ModelConfig, num_tokens: int, num_rows: int, num_blocks: int, decode_only: bool):
+def compile_forward(
+    target: str, config: ModelConfig, num_tokens: int, num_rows: int, num_blocks: int, decode_only: bool
+):
     """Forward, logits of one row a sequence, greedy ids; the pool donated."""
     pool_layout = layout("tpu", config.num_kv_heads, config.head_dim, 64, "bfloat16")
     plan = AttentionPlan("mosaic_tpu", (pool_layout,), decode_only)
@@ -107,7 +109,7 @@ LARGEST = (2048, 64, False, 512 * MIB)
 @pytest.mark.parametrize("bucket", [SMALLEST, LARGEST], ids=["smallest", "largest"])
 def test_smollm2(target, bucket):
     num_tokens, num_rows, decode_only, temporaries = bucket
-    # XLA keeps the tied [49152, 576] table with tokens along lanes (576 would be padded) and turns it round for the lookup.
+    # XLA keeps the tied [49152, 576] table with tokens along lanes (576 would be padded) and turns it for the lookup.
     temporaries += 64 * MIB
     compiled, params, pool = compile_forward(target, SMOLLM2, num_tokens, num_rows, 1024, decode_only)
     assert compiled.as_text().count("tpu_custom_call") == (1 if decode_only else 3), "kernels of one scanned layer"
@@ -124,5 +126,5 @@ def test_llama3_8b(target, bucket):
 
 def test_llama3_8b_does_not_fit_one_v5e():
     """16.06 GB of weights on 16 GB: what memory planning must refuse before this."""
-    with pytest.raises(jax.errors.JaxRuntimeError, match="Ran out of memory in memory space hbm|exceeds available HBM|HBM"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)hbm"):
         compile_forward("v5e", LLAMA3_8B, 8, 8, 512, True)

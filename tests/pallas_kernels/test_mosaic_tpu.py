@@ -1,7 +1,7 @@
 """TPU kernels under the TPU interpreter, against the float32 reference; every unowned slot of the pool is NaN.
 
-Error bounds: float32 2e-6 (the order of sums differs); bfloat16 0.03 (outputs of about 1 have steps of 2**-8, and weights
-are rounded once before the value matmul); int8 values enter exactly, so float32's bound times their scale.
+Error bounds: float32 2e-6 (the order of sums differs); bfloat16 0.03 (outputs of about 1 have steps of 2**-8, and
+weights are rounded once before the value matmul); int8 values enter exactly, so float32's bound times their scale.
 """
 
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_window_skips_freed_blocks():
 
 
 def test_soft_cap_sinks_and_a_packed_head_of_64():
-    step = make_step(decodes=[1, 130], chunks=[(120, 20)], head_dim=64, num_kv_heads=2, group=1, soft_cap=5.0, has_sinks=True)
+    step = make_step(decodes=[1, 130], chunks=[(120, 20)], head_dim=64, group=1, soft_cap=5.0, has_sinks=True)
     check(step, FLOAT32, modes=(LATE,))
 
 
@@ -60,7 +60,7 @@ def test_fp8_decode():
     step = make_step(
         decodes=[1, 40], decode_only=True, dtype="float8_e4m3fn", compute_dtype="bfloat16", block_size=32
     )
-    check(step, BFLOAT16, k_scale=jnp.float32(0.5), v_scale=jnp.array([1.5, 0.3]))
+    check(step, BFLOAT16, modes=(LATE,), k_scale=jnp.float32(0.5), v_scale=jnp.array([1.5, 0.3]))
 
 
 def test_empty_batch_changes_nothing():
@@ -191,12 +191,14 @@ class TestRefusals:
         ],
     )
     def test_layouts(self, options, message):
-        options = {"platform": "tpu", "num_kv_heads": 8, "head_dim": 128, "block_size": 64, "dtype": "bfloat16"} | options
+        sizes = {"num_kv_heads": 8, "head_dim": 128, "block_size": 64}
+        options = {"platform": "tpu", "dtype": "bfloat16"} | sizes | options
         with pytest.raises(NotImplementedError, match=message):
             mosaic_tpu.validate(layout(**options), AttentionSpec(1.0))
 
     def trace(self, num_rows=4, max_blocks=8, num_kv_heads=8, group=4, block_size=64, tiles=None):
-        pool_layout, spec = layout("tpu", num_kv_heads, 128, block_size, "bfloat16"), AttentionSpec(1.0, decode_only=True)
+        pool_layout = layout("tpu", num_kv_heads, 128, block_size, "bfloat16")
+        spec = AttentionSpec(1.0, decode_only=True)
         tiles = tiles or mosaic_tpu_tiles.default_tiles(pool_layout)
         i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
@@ -207,7 +209,8 @@ class TestRefusals:
 
         kv = bf16(num_rows, num_kv_heads, 128)
         batch = RaggedBatch(i32(num_rows, max_blocks), i32(num_rows), i32(num_rows + 1), i32())
-        return jax.eval_shape(step, bf16(num_rows, num_kv_heads * group, 128), kv, kv, bf16(*pool_layout.shape(1, 9)), batch)
+        q, pool = bf16(num_rows, num_kv_heads * group, 128), bf16(*pool_layout.shape(1, 9))
+        return jax.eval_shape(step, q, kv, kv, pool, batch)
 
     def test_1024_sequences_of_128k_tokens_fit_in_scalar_memory(self):
         self.trace(num_rows=1024, max_blocks=131072 // 64)

@@ -1,7 +1,8 @@
 """Steps for the TPU kernels under JAX's TPU interpreter: small pools in which everything that no sequence owns is NaN.
 
-The interpreter models DMAs, semaphores and vector clocks.  Its race detector does not see hazards through HBM between grid
-steps, so tests run both DMA modes and compare: `LATE` performs a DMA when it is waited for, `EAGER` when it is started.
+The interpreter models DMAs, semaphores and vector clocks.  Its race detector does not see hazards through HBM between
+grid steps, so tests run both DMA modes and compare: `LATE` performs a DMA when it is waited for, `EAGER` when it is
+started.
 """
 
 from __future__ import annotations
@@ -13,14 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged_attention import AttentionSpec, PoolLayout, RaggedBatch, layout, mosaic_tpu, paged_attention, prepare
+from pallas_kernels.paged_attention import (
+    AttentionSpec,
+    PoolLayout,
+    RaggedBatch,
+    layout,
+    mosaic_tpu,
+    paged_attention,
+    prepare,
+)
 from pallas_kernels.paged_attention.mosaic_tpu_tiles import TpuTiles
 
 LATE = pltpu.InterpretParams(
     dma_execution_mode="on_wait", detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
 )
 EAGER = pltpu.InterpretParams(dma_execution_mode="eager", uninitialized_memory="nan", out_of_bounds_reads="raise")
-SMALL_TILES = TpuTiles(decode_group=256, decode_tail=128, heads_per_matmul=2, query_tile=16, chunk_group=128, key_tile=128)
+SMALL_TILES = TpuTiles(
+    decode_group=256, decode_tail=128, heads_per_matmul=2, query_tile=16, chunk_group=128, key_tile=128
+)
 LAYER, NUM_LAYERS = 1, 2
 
 
@@ -29,9 +40,9 @@ class RaceFound(AssertionError):
 
 
 def raise_on_race() -> None:
-    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 
-    races = interpret_pallas_call.get_races() if hasattr(interpret_pallas_call, "get_races") else interpret_pallas_call.races
+    races = interpreter.get_races() if hasattr(interpreter, "get_races") else interpreter.races
     if races is not None and races.races_found:
         raise RaceFound("the interpreter's race detector fired; it printed where")
 
@@ -136,7 +147,14 @@ def run_kernel(step: Step, interpret, tiles: TpuTiles = SMALL_TILES, **scales) -
     def call(batch, arrays, scales):
         metadata = mosaic_tpu.prepare(batch, step.num_tokens, step.layout, step.spec, tiles)
         return mosaic_tpu.attend(
-            **arrays, **scales, layer=LAYER, metadata=metadata, layout=step.layout, spec=step.spec, tiles=tiles, interpret=interpret
+            **arrays,
+            **scales,
+            layer=LAYER,
+            metadata=metadata,
+            layout=step.layout,
+            spec=step.spec,
+            tiles=tiles,
+            interpret=interpret,
         )
 
     try:
@@ -158,7 +176,13 @@ def run_reference(step: Step, **scales) -> tuple[np.ndarray, np.ndarray]:
     arrays |= {name: arrays[name].astype(jnp.float32) for name in ("q", "k", "v")}
     metadata = prepare(step.batch, step.num_tokens, step.layout, step.spec, "reference")
     out, pool = paged_attention(
-        **arrays, **scales, layer=LAYER, metadata=metadata, layout=step.layout, spec=step.spec, implementation="reference"
+        **arrays,
+        **scales,
+        layer=LAYER,
+        metadata=metadata,
+        layout=step.layout,
+        spec=step.spec,
+        implementation="reference",
     )
     return as_float(out), as_float(pool)
 
@@ -175,7 +199,8 @@ def live_tokens(step: Step) -> np.ndarray:
 
 
 def slots_of(step: Step) -> tuple[np.ndarray, np.ndarray]:
-    """bool[B, P]: slots that hold a visible token after the step; bool[B]: blocks of no sequence, the dead one left out.
+    """bool[B, P]: slots that hold a visible token after the step; bool[B]: blocks of no sequence, the dead one left
+    out.
 
     A slot after a sequence's last token is nobody's, and a kernel may clear it.
     """
