@@ -58,11 +58,19 @@ class SchedulerSection:
     max_waiting: int = 1024
     """Requests that may wait; the next one is refused with RESOURCE_EXHAUSTED."""
     policy: str = "fcfs"
-    """fcfs (priority first, then arrival)."""
+    """fcfs, priority (may preempt), shortest-remaining, longest-prefix or fair (by tenant); none starves anybody."""
+    ageing_s: float = 60.0
+    """Seconds of waiting that outweigh one class of priority, or 1,000 tokens of work or of cached prefix."""
+    tenant_weights: str = ""
+    """Shares under policy fair, such as red=2,blue=1; a tenant that is not named has 1."""
+    target_tbt_ms: float | None = None
+    """Gap between tokens that steps keep: prefill gets what decodes leave of it. unset: the token budget alone."""
+    deadline_admission: bool = True
+    """Refuse a request whose deadline passes before its first tokens can be there (RESOURCE_EXHAUSTED, RetryInfo)."""
     overlap: bool = True
     """Plan and launch step N+1 while step N runs; results are read one step late. The tokens are the same."""
     step_log: str | None = None
-    """File for the decisions of the scheduler, which `jserve replay` makes again; no text, no token ids. unset: none."""
+    """File for the scheduler's decisions, which `jserve replay` makes again; no text, no token ids. unset: none."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jserve.cli.command import Command
 from jserve.cli.plan import roofline_from
 from jserve.cli.simulate_flags import add_arguments
 from jserve.planner.capacity import Memory, plan_memory
+from jserve.scheduler import PolicySettings
 from jserve.simulator import capacity, workload
 from jserve.simulator.clock import Run, simulate
 from jserve.simulator.engine import EngineSettings, EngineSystem
@@ -86,7 +87,7 @@ def _run_capacity(arguments: argparse.Namespace, setup: Setup) -> int:
     makers = make_systems(setup.memory, setup.settings, arguments.rows)
     prompts, outputs = zip(*((request.prompt, request.output) for request in setup.requests))
     lengths = workload.Lengths(np.array(prompts), np.array(outputs))
-    adapted = {"jserve": lambda target: EngineSystem(_adapted(setup.settings, arguments, target))}
+    adapted = {"jserve": lambda target: EngineSystem(_adapted(setup.settings, target))}
 
     def said(one: capacity.Capacity) -> None:
         print(f"{one.system} at {1e3 * one.target_s:g} ms: {one.rate:.2f} requests/s", file=sys.stderr, flush=True)
@@ -104,19 +105,9 @@ def _run_capacity(arguments: argparse.Namespace, setup: Setup) -> int:
     return 0
 
 
-def _adapted(settings: EngineSettings, arguments: argparse.Namespace, target_s: float) -> EngineSettings:
-    """Our settings for one target: the largest budget whose step keeps it beside a full batch of decodes."""
-    roofline = roofline_from(arguments)
-    budget = settings.max_num_batched_tokens
-    while budget > 128 and _mixed_seconds(roofline, budget, settings) > target_s:
-        budget //= 2
-    return dataclasses.replace(settings, max_num_batched_tokens=budget, token_buckets=None, sequence_buckets=None)
-
-
-def _mixed_seconds(roofline, budget: int, settings: EngineSettings) -> float:
-    decodes = min(settings.max_num_seqs, budget // 2, 128)
-    rows = np.array([1] * decodes + [budget - decodes])
-    return roofline.step(rows, np.full(len(rows), 2000)).seconds
+def _adapted(settings: EngineSettings, target_s: float) -> EngineSettings:
+    """Our settings for one target: the scheduler keeps it by itself."""
+    return dataclasses.replace(settings, policy=dataclasses.replace(settings.policy, target_tbt_s=target_s))
 
 
 def _setup(arguments: argparse.Namespace) -> Setup:
@@ -131,6 +122,7 @@ def _setup(arguments: argparse.Namespace) -> Setup:
         token_buckets=arguments.token_buckets,
         prefix_cache=arguments.prefix_cache,
         overlap=arguments.overlap and not _is_unit(arguments),
+        policy=PolicySettings(arguments.policy, target_tbt_s=_seconds(arguments.target_tbt_ms)),
     )
     about: dict[str, object] = {"dataset_name": arguments.dataset_name, "num_prompts": len(requests)}
     if _is_unit(arguments):
@@ -208,6 +200,10 @@ def _bad_usage(arguments: argparse.Namespace) -> str | None:
     if arguments.goodput and (unknown := set(arguments.goodput) - set(report.METRICS)):
         return f"--goodput {','.join(unknown)}: expected some of {','.join(report.METRICS)}, such as ttft:200"
     return None
+
+
+def _seconds(ms: float | None) -> float | None:
+    return None if ms is None else ms / 1e3
 
 
 def _is_unit(arguments: argparse.Namespace) -> bool:

@@ -42,6 +42,8 @@ ALIASES = (
     Alias(("--max-num-batched-tokens",), "scheduler.max_num_batched_tokens", "N", "token budget of one step"),
     Alias(("--tensor-parallel-size", "--tp"), "parallel.tensor_parallel_size", "N", "devices that share the model"),
     Alias(("--no-overlap",), "scheduler.overlap", help="wait for each step before planning the next", fixed=False),
+    Alias(("--policy",), "scheduler.policy", "NAME", "fcfs, priority, shortest-remaining, longest-prefix or fair"),
+    Alias(("--target-tbt-ms",), "scheduler.target_tbt_ms", "MS", "gap between tokens that steps with prefill keep"),
     Alias(("--step-log",), "scheduler.step_log", "FILE", "log every decision of the scheduler, for `jserve replay`"),
     Alias(("--forbid-compile",), "compile.forbid_compile", help="a compile after start is an error", fixed=True),
     Alias(("--cache-dir",), "compile.cache_dir", "FOLDER", "compiled programs and fetched models"),

@@ -9,6 +9,7 @@ from jserve.cli.number_flags import number, number_list, percentages, whole, who
 from jserve.planner.devices import DEVICES
 from jserve.planner.roofline import BYTES_OF
 from jserve.planner.shapes import BUILT_IN
+from jserve.scheduler import POLICIES
 from jserve.simulator.systems import SYSTEMS
 from jserve.simulator.workload import StallLoad
 
@@ -58,6 +59,8 @@ def _add_settings(group) -> None:
     group.add_argument("--max-num-batched-tokens", type=whole(), default=2048, metavar="N", help="[%(default)s]")
     group.add_argument("--max-num-seqs", type=whole(), default=256, metavar="N", help="[%(default)s]")
     group.add_argument("--rows", type=whole(), metavar="N", help="rows of every system, instead of what memory holds")
+    group.add_argument("--policy", choices=POLICIES, default="fcfs", help="of jserve [%(default)s]")
+    group.add_argument("--target-tbt-ms", type=number(above=True), metavar="MS", help="gap that jserve's steps keep")
     group.add_argument("--token-buckets", type=whole_list, metavar="LIST", help="[powers of two]")
     group.add_argument("--prefix-cache", action=argparse.BooleanOptionalAction, default=True, help="[on]")
     group.add_argument("--overlap", action=argparse.BooleanOptionalAction, default=True, help="plan a step ahead [on]")

@@ -160,6 +160,7 @@ class AsyncEngine:
             if request.deadline is not None and request.deadline <= time.monotonic():
                 raise RequestError(Code.DEADLINE_EXCEEDED, "the deadline had passed before the request could be queued")
             self._refuse_when_full()
+            self._refuse_when_too_late(request, sampling, len(prompt))
             stream = self._make_stream(request, request_id, prompt, sampling, arrival)
         except BaseException:
             del self._streams[request_id]
@@ -181,6 +182,7 @@ class AsyncEngine:
             arrival=arrival,
             salt=sequence_salt(tenant=request.tenant, cache_salt=request.cache_salt),
             use_prefix_cache=not request.bypass_prefix_cache and sampling.prompt_logprobs is None,
+            tenant=request.tenant or "",
         )
         return RequestStream(request_id, [sequence], Channel(asyncio.get_running_loop()), self.tokenizer)
 
@@ -196,6 +198,22 @@ class AsyncEngine:
                 Code.RESOURCE_EXHAUSTED,
                 f"the queue is full: {waiting} requests wait and scheduler.max_waiting is {self._max_waiting}",
                 retry_after_s=RETRY_AFTER_S,
+            )
+
+    def _refuse_when_too_late(self, request: GenerateRequest, sampling: Sampling, num_prompt: int) -> None:
+        """A deadline that passes before the tokens that the request is sure to have is not worth the work."""
+        if request.deadline is None or not self.config.scheduler.deadline_admission:
+            return
+        first_token_s = self._scheduler.first_token_s(num_prompt)
+        if first_token_s is None:
+            return  # nothing has run yet: the speed is unknown
+        needed_s = first_token_s + max(0, sampling.min_tokens - 1) * self._scheduler.step_time.decode_s
+        left_s = request.deadline - time.monotonic()
+        if needed_s > left_s:
+            raise RequestError(
+                Code.RESOURCE_EXHAUSTED,
+                f"the first token is about {needed_s:.2f} s away, the deadline {left_s:.2f} s: the queue is too long",
+                retry_after_s=max(RETRY_AFTER_S, needed_s - left_s),
             )
 
     async def _prompt_token_ids(self, request: GenerateRequest) -> list[int]:

@@ -32,7 +32,8 @@ from jserve.runner.programs import ProgramSet
 from jserve.sampling.fields import SUPPORTED
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.validate import generation_defaults
-from jserve.scheduler import Scheduler, SchedulerLimits
+from jserve.scheduler import POLICIES, PolicySettings, Scheduler, SchedulerLimits
+from jserve.scheduler.policies import parse_weights
 from jserve.tokenizer import Tokenizer, TokenizerError, from_folder, from_gguf
 from jserve.weights.load import LoadedModel, load_model
 from pallas_kernels.paged_attention import PoolLayout, choose, layout
@@ -156,8 +157,7 @@ def resolve_automatic(config: Config, platform: str) -> Config:
         raise ConfigError(f"scheduler.max_waiting = {config.scheduler.max_waiting}: must be 0 or more")
     if not 0 < config.kv.memory_fraction <= 1:
         raise ConfigError(f"kv.memory_fraction = {config.kv.memory_fraction}: must be in (0, 1]")
-    if config.scheduler.policy != "fcfs":
-        raise ConfigError(f"scheduler.policy = {config.scheduler.policy!r}: only fcfs is built")
+    policy_settings(config)
     if config.parallel.tensor_parallel_size != 1:
         raise ConfigError(
             f"parallel.tensor_parallel_size = {config.parallel.tensor_parallel_size}: only 1 is built"
@@ -179,6 +179,23 @@ def read_generation_defaults(config: Config, model: LoadedModel) -> dict[str, fl
         return generation_defaults(model.generation_defaults)
     except ValueError as error:
         raise ConfigError(f"{error} (--generation-config none ignores the model's values)") from None
+
+
+def policy_settings(config: Config) -> PolicySettings:
+    """Who goes first and which gap steps keep.  ConfigError names key and value."""
+    section = config.scheduler
+    if section.policy not in POLICIES:
+        raise ConfigError(f"scheduler.policy = {section.policy!r}: one of {', '.join(POLICIES)}")
+    if section.ageing_s <= 0:
+        raise ConfigError(f"scheduler.ageing_s = {section.ageing_s}: must be above 0")
+    if section.target_tbt_ms is not None and section.target_tbt_ms <= 0:
+        raise ConfigError(f"scheduler.target_tbt_ms = {section.target_tbt_ms}: must be above 0")
+    try:
+        weights = parse_weights(section.tenant_weights)
+    except ValueError as error:
+        raise ConfigError(f"scheduler.tenant_weights = {section.tenant_weights!r}: {error}") from None
+    target_s = None if section.target_tbt_ms is None else section.target_tbt_ms / 1e3
+    return PolicySettings(section.policy, section.ageing_s, weights, target_s)
 
 
 def open_step_log(config: Config, scheduler: Scheduler, kv: KvSettings) -> StepLog | None:
@@ -290,6 +307,7 @@ def _wire(
             sequence_buckets=plan.sequence_buckets,
         ),
         blocks,
+        policy=policy_settings(config),
     )
     eos_token_ids = tuple(model.eos_token_ids)
     defaults = read_generation_defaults(config, model)

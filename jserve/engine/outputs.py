@@ -58,7 +58,8 @@ def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResul
         for sequence, end in zip(plan.sequences, ends):
             if sequence.prompt_only and not sequence.finished and end == sequence.num_prompt:
                 result.ended.append((sequence, FinishReason.LENGTH))
-    scheduler.applied(plan, output.device_seconds)  # before the blocks of ended sequences are released: their full blocks stay findable
+    # Before the blocks of ended sequences are released: their full blocks stay findable.
+    scheduler.applied(plan, output.device_seconds)
     for sequence, reason in result.ended:
         scheduler.finish(sequence, reason)
     for sequence, _ in result.failed:

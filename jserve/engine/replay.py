@@ -17,7 +17,7 @@ from jserve.config import ConfigError
 from jserve.engine.outputs import apply
 from jserve.engine.step_log import VERSION, KvSettings, PlanEncoder
 from jserve.request import FinishReason, Sampling
-from jserve.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
+from jserve.scheduler import PolicySettings, Scheduler, SchedulerLimits, Sequence, StepPlan
 from jserve.scheduler.plan import StepOutput
 
 STOP_TOKEN = -2
@@ -62,10 +62,9 @@ def replay(path: str | Path) -> Replay:
 class _Replayer:
     def __init__(self, header: dict[str, Any], path: str | Path):
         try:
-            limits = {key: tuple(value) if isinstance(value, list) else value for key, value in header["limits"].items()}
-            kv = {key: tuple(value) if isinstance(value, list) else value for key, value in header["kv"].items()}
-            self._kv = KvSettings(**kv)
-            self._scheduler = Scheduler(SchedulerLimits(**limits), self._kv.make(), lambda: 0.0)
+            limits, kv = SchedulerLimits(**_tuples(header["limits"])), KvSettings(**_tuples(header["kv"]))
+            self._kv = kv
+            self._scheduler = Scheduler(limits, kv.make(), lambda: 0.0, PolicySettings(**header["policy"]))
         except (TypeError, KeyError) as error:
             raise ConfigError(f"{path}: the log is of another version: {error}") from None
         self._path = path
@@ -104,7 +103,7 @@ class _Replayer:
         sequence = Sequence(
             str(record["a"]), tokens, _sampling(record["max"]), priority=record.get("priority", 0),
             arrival=record["at"], salt=bytes.fromhex(record.get("salt", "")),
-            use_prefix_cache=not record.get("no_cache", False),
+            use_prefix_cache=not record.get("no_cache", False), tenant=record.get("tenant", ""),
         )
         sequence.stop_ids = frozenset([STOP_TOKEN])
         self._scheduler.add(sequence)
@@ -154,6 +153,10 @@ def describe(difference: Difference) -> str:
         values = [(record or {}).get(key, "none") for record in (difference.recorded, difference.replayed)]
         lines.append(f"  {names.get(key, key)}: recorded {values[0]}, now {values[1]}")
     return "\n".join(lines)
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
 
 
 def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:

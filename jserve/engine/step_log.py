@@ -64,8 +64,15 @@ class StepLog:
         self._block_size = kv.block_size
         self._plans = PlanEncoder()
         self._num_lines = 0
+        policy = dataclasses.asdict(scheduler.policy)
+        policy["tenant_weights"] = {self._hide(name): weight for name, weight in policy["tenant_weights"].items()}
         self._write(
-            {"jserve_step_log": VERSION, "limits": dataclasses.asdict(scheduler.limits), "kv": dataclasses.asdict(kv)}
+            {
+                "jserve_step_log": VERSION,
+                "limits": dataclasses.asdict(scheduler.limits),
+                "kv": dataclasses.asdict(kv),
+                "policy": policy,
+            }
         )
 
     def arrived(self, sequence: Sequence) -> None:
@@ -81,7 +88,9 @@ class StepLog:
         if sequence.priority:
             record["priority"] = sequence.priority
         if sequence.salt:
-            record["salt"] = hashlib.blake2b(sequence.salt, key=self._key, digest_size=8).hexdigest()
+            record["salt"] = self._hide(sequence.salt)
+        if sequence.tenant:
+            record["tenant"] = self._hide(sequence.tenant)
         if not sequence.use_prefix_cache:
             record["no_cache"] = True
         self._write(record)
@@ -120,6 +129,10 @@ class StepLog:
 
     def close(self) -> None:
         self._file.close()
+
+    def _hide(self, name: str | bytes) -> str:
+        data = name.encode() if isinstance(name, str) else name
+        return hashlib.blake2b(data, key=self._key, digest_size=8).hexdigest()
 
     def _block_hashes(self, tokens: np.ndarray) -> np.ndarray:
         """i32[full blocks]: of all tokens up to each block's end."""

@@ -1,7 +1,8 @@
 """Decides, once a step, which tokens of which sequences are computed.  Imports neither jax nor a model."""
 
 from jserve.scheduler.plan import StepPlan
+from jserve.scheduler.policies import POLICIES, PolicySettings
 from jserve.scheduler.scheduler import Scheduler, SchedulerLimits
 from jserve.scheduler.sequence import Sequence, SequenceState
 
-__all__ = ["Scheduler", "SchedulerLimits", "Sequence", "SequenceState", "StepPlan"]
+__all__ = ["POLICIES", "PolicySettings", "Scheduler", "SchedulerLimits", "Sequence", "SequenceState", "StepPlan"]

@@ -1,15 +1,13 @@
 """The scheduler: one `schedule()` a step decides which tokens of which sequences are computed.
 
 Running sequences live in numpy structure-of-arrays by slot, so that a step of many decodes costs a handful of vector
-operations.  Decodes come first, then prefill chunks fill the token budget, then waiting sequences enter, first come
-first served within a priority (strictly: a large prompt at the head of the queue is never overtaken, so it cannot
-starve; running decodes go on meanwhile).  When blocks run out, the lowest priority, latest arrived sequence is
-preempted and recomputed later.
+operations.  Decodes come first, then prefill chunks fill the token budget, then waiting sequences enter in the order of
+the policy (strictly: a large prompt at the head of the queue is never overtaken, so it cannot starve; running decodes
+go on meanwhile).  When blocks run out, the sequence of the highest rank is preempted and recomputed later.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +18,10 @@ from jserve.kv import BlockManager
 from jserve.request import FinishReason
 from jserve.scheduler.buckets import bucket_for, num_tokens_to_run
 from jserve.scheduler.plan import StepPlan
+from jserve.scheduler.policies import PolicySettings, make_policy
 from jserve.scheduler.sequence import Sequence, SequenceState
+from jserve.scheduler.step_time import StepTimeModel
+from jserve.scheduler.waiting import WaitingQueue
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,15 @@ class Scheduler:
     makes progress.
     """
 
-    def __init__(self, limits: SchedulerLimits, blocks: BlockManager, clock: Callable[[], float] = time.time):
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        blocks: BlockManager,
+        clock: Callable[[], float] = time.time,
+        policy: PolicySettings = PolicySettings(),
+    ):
         self.limits = limits
+        self.policy = policy
         self.blocks = blocks
         self.clock = clock
         num_slots = limits.num_slots
@@ -66,10 +74,11 @@ class Scheduler:
         self._fed = np.zeros(num_slots, bool)  # the slot has sampled: its next single token stands on the device
         self._prompt_only = np.zeros(num_slots, bool)
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._order = np.zeros(0, np.int32)  # running slots by (priority, arrival)
+        self._order = np.zeros(0, np.int32)  # running slots by (rank, order)
         self._order_is_stale = False
-        self._waiting: list[tuple[int, int, Sequence]] = []
-        self._num_waiting = 0
+        self._policy = make_policy(policy)
+        self._waiting = WaitingQueue(self._policy, self._num_matched)
+        self.step_time = StepTimeModel()
         self._arrivals = 0
         self._step_id = 0
         self._outgrown: list[Sequence] = []
@@ -82,7 +91,7 @@ class Scheduler:
         """Queues a sequence that `fits()`."""
         sequence.order = self._arrivals
         self._arrivals += 1
-        self._enqueue(sequence)
+        self._waiting.push(sequence)
 
     def fits(self, num_prompt: int) -> bool:
         """Whether a sequence of that many tokens can ever be held by the pool."""
@@ -95,7 +104,8 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self._leave_slot(sequence)
         else:
-            self._num_waiting -= 1  # its entry in the heap is skipped when it comes up
+            self._waiting.forget(sequence)
+        self._policy.ended(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
 
@@ -105,27 +115,35 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._num_waiting
+        return len(self._waiting)
 
     @property
     def has_work(self) -> bool:
-        return self._num_waiting > 0 or self.num_running > 0
+        return len(self._waiting) > 0 or self.num_running > 0
 
     def running(self) -> list[Sequence]:
-        """Running sequences by (priority, arrival)."""
+        """Running sequences, who keeps its blocks longest first."""
         return [self._owner[slot] for slot in self._running_order()]
 
     def waiting(self) -> list[Sequence]:
-        """Waiting sequences by (priority, arrival)."""
-        return [s for _, _, s in sorted(self._waiting) if s.state is SequenceState.WAITING]
+        """Waiting sequences by rank."""
+        return self._waiting.ordered()
+
+    def first_token_s(self, num_prompt: int) -> float | None:
+        """Seconds until a prompt that came now would have its first token, everything before it computed first; None
+        while the speed is unknown.  May be asked by another thread."""
+        unfinished = np.maximum(self._num_tokens - self._num_computed - 1, 0)
+        return self.step_time.first_token_s(num_prompt + self._waiting.num_tokens + int(unfinished.sum()))
 
     # -- one step
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None when nothing can run now (then only results in flight can change that)."""
+        if self._policy.preempts:
+            self._make_room_for_urgent()
         decodes, prefills = self._split_running()
-        decodes = self._grow_decodes(decodes, prefills)
-        budget = self.limits.max_num_batched_tokens - len(decodes)
+        decodes = self._grow_decodes(decodes)
+        budget = self._token_budget(decodes, prefills) - len(decodes)
         chunks: list[tuple[int, int]] = []  # (slot, tokens granted)
         for slot in prefills:
             if budget == 0:
@@ -149,13 +167,32 @@ class Scheduler:
         outgrown, self._outgrown = self._outgrown, []
         return outgrown
 
-    def applied(self, plan: StepPlan) -> None:
+    def applied(self, plan: StepPlan, device_seconds: float = 0.0) -> None:
         """The plan's results are on the host: its full blocks become findable by other sequences."""
+        self.step_time.observe(plan, device_seconds)
         live = self._epoch[plan.slots] == plan.epochs
         slots = plan.slots[live]
         self.blocks.commit_each(slots, self._tokens, (plan.first_positions + plan.num_scheduled)[live])
 
     # -- phases of schedule(), in their order
+
+    def _make_room_for_urgent(self) -> None:
+        """Preempts running sequences of a lower class where the head of the queue can enter in no other way."""
+        head = self._waiting.head()
+        if head is None or head.awaits_token:
+            return
+        victims = [one for one in reversed(self.running()) if one.priority > head.priority and one.rank > head.rank]
+        if not victims:
+            return
+        size = self.blocks.block_size
+        needed = -(-head.num_known // size) + self.num_running
+        held = sum(-(-int(self._num_computed[one.slot]) // size) for one in victims)
+        if needed > self.blocks.num_available_blocks + held:
+            return  # it would not enter all the same
+        for victim in victims:
+            if self._free_slots and self._can_admit(head):
+                return
+            self._preempt(victim)
 
     def _split_running(self) -> tuple[np.ndarray, np.ndarray]:
         order = self._running_order()
@@ -163,7 +200,19 @@ class Scheduler:
         runs = (todo > 0) & ((self._num_tokens[order] < self._limit[order]) | self._prompt_only[order])
         return order[runs & (todo == 1)], order[runs & (todo > 1)]
 
-    def _grow_decodes(self, decodes: np.ndarray, prefills: np.ndarray) -> np.ndarray:
+    def _token_budget(self, decodes: np.ndarray, prefills: np.ndarray) -> int:
+        """Tokens of this step: what is allowed, or what keeps the target gap of the decodes."""
+        target = self.policy.target_tbt_s
+        most = self.limits.max_num_batched_tokens
+        if target is None or len(decodes) == 0:
+            return most
+        past = int(self._num_computed[prefills[0]]) if len(prefills) else 0
+        context = int(self._num_tokens[decodes].sum())
+        return min(
+            most, self.step_time.bucket_within(target, self.limits.token_buckets, len(decodes), context, past)
+        )
+
+    def _grow_decodes(self, decodes: np.ndarray) -> np.ndarray:
         """Gives every decode room for its token, preempting from the tail of the running order where blocks run out."""
         while True:
             num_grown = self.blocks.grow_each(decodes, self._num_computed[decodes] + 1)
@@ -187,26 +236,23 @@ class Scheduler:
             self._outgrown.append(sequence)
 
     def _next_admissible(self) -> Sequence | None:
-        while self._waiting and self._waiting[0][2].state is not SequenceState.WAITING:
-            heapq.heappop(self._waiting)
-        if not self._waiting:
+        sequence = self._waiting.head()
+        if sequence is None:
             return None
-        sequence = self._waiting[0][2]
         if sequence.awaits_token:
             return None  # preempted while its next id is being sampled: that id comes with the next results
         if not self.fits(sequence.num_known):  # preempted when it held the whole pool
             self.finish(sequence, FinishReason.LENGTH)
             self._outgrown.append(sequence)
             return self._next_admissible()
-        # Head-room of a block for each running sequence: otherwise a newcomer would be preempted a moment later.
+        return self._waiting.pop() if self._can_admit(sequence) else None
+
+    def _can_admit(self, sequence: Sequence) -> bool:
+        """Head-room of a block for each running sequence: otherwise a newcomer would be preempted a moment later."""
         tokens = sequence.tokens[: sequence.num_known]
-        if not self.blocks.can_admit(
+        return self.blocks.can_admit(
             tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache, headroom=self.num_running
-        ):
-            return None
-        heapq.heappop(self._waiting)
-        self._num_waiting -= 1
-        return sequence
+        )
 
     def _enter_slot(self, sequence: Sequence) -> int:
         slot = self._free_slots.pop()
@@ -298,14 +344,16 @@ class Scheduler:
     def _running_order(self) -> np.ndarray:
         if self._order_is_stale:
             running = [s for s in self._owner if s is not None]
-            running.sort(key=lambda s: (s.priority, s.order))
+            running.sort(key=lambda s: (s.rank, s.order))
             self._order = np.array([s.slot for s in running], np.int32)
             self._order_is_stale = False
         return self._order
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.priority, sequence.order, sequence))
-        self._num_waiting += 1
+    def _num_matched(self, sequence: Sequence) -> int:
+        """Tokens that the prefix cache holds of a waiting sequence."""
+        if not sequence.use_prefix_cache:
+            return 0
+        return self.blocks.match(sequence.tokens[: sequence.num_known], sequence.salt)
 
     def _leave_slot(self, sequence: Sequence) -> None:
         slot = sequence.slot
@@ -317,11 +365,11 @@ class Scheduler:
         self._order_is_stale = True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Drops the blocks; the sequence waits, ahead of newcomers of its priority, and is recomputed."""
+        """Drops the blocks; the sequence waits, with a rank no worse than before, and is recomputed."""
         self.num_preemptions += 1
         self.num_preempted_tokens += int(self._num_computed[sequence.slot])
         sequence.awaits_token = bool(self._num_tokens[sequence.slot] > sequence.num_known)
         self._leave_slot(sequence)
         sequence.num_preemptions += 1
         sequence.state = SequenceState.WAITING
-        self._enqueue(sequence)
+        self._waiting.push(sequence)

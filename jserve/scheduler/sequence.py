@@ -29,6 +29,7 @@ class Sequence:
         "request_id", "index", "sampling", "priority", "arrival", "order", "salt", "use_prefix_cache",
         "num_prompt", "tokens", "num_known", "limit", "slot", "state", "finish_reason", "matched_stop",
         "num_cached", "first_scheduled", "num_preemptions", "stop_ids", "prompt_only", "context", "awaits_token",
+        "tenant", "rank", "queued_tokens",
     )
 
     def __init__(
@@ -43,13 +44,17 @@ class Sequence:
         salt: bytes = b"",
         use_prefix_cache: bool = True,
         context: object = None,
+        tenant: str = "",
     ):
         self.request_id = request_id
         self.index = index
         self.sampling = sampling
         self.priority = priority
         self.arrival = arrival
-        self.order = 0  # set by the scheduler on arrival: first come, first served within a priority
+        self.tenant = tenant
+        self.order = 0  # set by the scheduler on arrival: decides between equal ranks
+        self.rank = 0.0  # set by the policy when it starts to wait: the lowest goes first
+        self.queued_tokens = 0  # known tokens when it started to wait
         self.salt = salt
         self.use_prefix_cache = use_prefix_cache
         self.context = context  # the front end's own record; the engine never looks inside

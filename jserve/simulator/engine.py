@@ -10,7 +10,7 @@ from jserve.engine.outputs import apply
 from jserve.kv import BlockManager, GroupSpec
 from jserve.request import Sampling
 from jserve.runner.fake_runner import FakeRunner
-from jserve.scheduler import Scheduler, SchedulerLimits, Sequence
+from jserve.scheduler import PolicySettings, Scheduler, SchedulerLimits, Sequence
 from jserve.scheduler.buckets import powers_up_to
 from jserve.simulator.steps import Outcome, SimStep
 from jserve.simulator.workload import SimRequest
@@ -33,6 +33,7 @@ class EngineSettings:
     overlap: bool = True
     step_cost_tokens: int = 32
     """What a step costs beyond its tokens, in tokens: where reading the weights bounds it, those that come for free."""
+    policy: PolicySettings = PolicySettings()
 
 
 class EngineSystem:
@@ -67,6 +68,7 @@ class EngineSystem:
             Sequence(
                 str(request.number), tokens, self._sampling_of(request.output), priority=request.priority,
                 arrival=request.arrival, use_prefix_cache=self.settings.prefix_cache, context=request.number,
+                tenant=request.tenant,
             )
         )
         return True
@@ -111,4 +113,4 @@ def make_scheduler(settings: EngineSettings, blocks: BlockManager, clock) -> Sch
         sequence_buckets=settings.sequence_buckets or powers_up_to(1, num_slots),
         step_cost_tokens=settings.step_cost_tokens,
     )
-    return Scheduler(limits, blocks, clock)
+    return Scheduler(limits, blocks, clock, settings.policy)

@@ -15,7 +15,7 @@ from jserve.engine.replay import replay
 from jserve.engine.step_log import KvSettings, StepLog
 from jserve.request import FinishReason
 from jserve.runner.fake_runner import FakeRunner
-from jserve.scheduler import Scheduler, SchedulerLimits
+from jserve.scheduler import POLICIES, PolicySettings, Scheduler, SchedulerLimits
 from jserve.scheduler.buckets import powers_up_to
 from tests.support.host_engine import expected_output, sequence
 
@@ -76,6 +76,20 @@ def test_a_replay_makes_the_same_decisions(tmp_path, capsys, overlap, num_blocks
     assert (num_blocks == 14) == (again.num_preemptions > 0)
     assert cli.main(["replay", str(engine.path)]) == 0
     assert "the same decisions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_and_the_latency_target_are_replayed(tmp_path, policy):
+    random = np.random.default_rng(0)
+    runner = FakeRunner(6, step_seconds=lambda plan: 1e-3 * (1 + plan.num_tokens * random.random()))
+    settings = PolicySettings(policy, 0.05, {"red": 2.0}, target_tbt_s=0.008)
+    engine = Logged(tmp_path / "steps.log", num_blocks=16, runner=runner, policy=settings)
+    sequences = work(50)
+    for number, one in enumerate(sequences):
+        one.arrival, one.tenant = 0.01 * number, ("red", "blue")[number % 2]
+    engine.run(sequences)
+    assert replay(engine.path).difference is None
+    assert "red" not in engine.path.read_text()
 
 
 def test_prefix_hits_also_those_of_generated_tokens_are_made_again(tmp_path):

@@ -12,7 +12,7 @@ from jserve.engine.outputs import apply
 from jserve.kv import BlockManager, GroupSpec
 from jserve.request import FinishReason, Sampling
 from jserve.runner.fake_runner import FakeRunner, next_token
-from jserve.scheduler import Scheduler, SchedulerLimits, Sequence, StepPlan
+from jserve.scheduler import PolicySettings, Scheduler, SchedulerLimits, Sequence, StepPlan
 from jserve.scheduler.buckets import powers_up_to
 
 VOCAB_SIZE = 1000
@@ -51,6 +51,7 @@ class HostEngine:
     overlap: bool = False
     prefix_cache: bool = True
     step_cost_tokens: int = 8
+    policy: PolicySettings = PolicySettings()
     plans: list[StepPlan] = field(default_factory=list)
     outgrown: list[Sequence] = field(default_factory=list)
 
@@ -64,7 +65,7 @@ class HostEngine:
             self.budget, self.max_num_seqs, powers_up_to(min(4, self.budget), self.budget),
             powers_up_to(1, num_slots), self.step_cost_tokens,
         )
-        self.scheduler = Scheduler(limits, self.blocks)
+        self.scheduler = Scheduler(limits, self.blocks, policy=self.policy)
         self.runner = FakeRunner(num_slots, VOCAB_SIZE)
         self.in_flight: deque[StepPlan] = deque()
 
