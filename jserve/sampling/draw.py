@@ -53,7 +53,8 @@ def draw(logits_V: Array, maximum: Array, temperature: Array, threshold: Array, 
     inside the chunk.  Rounding changes the winner only where two candidates are that close; the place where a running
     sum passes a uniform would have a border at every id.
     """
-    logits_CP = jnp.pad(logits_V, (0, -logits_V.shape[0] % MASS_CHUNK), constant_values=-jnp.inf).reshape(-1, MASS_CHUNK)
+    missing = -logits_V.shape[0] % MASS_CHUNK
+    logits_CP = jnp.pad(logits_V, (0, missing), constant_values=-jnp.inf).reshape(-1, MASS_CHUNK)
     masses_C = jnp.sum(kept_weights(logits_CP, maximum, temperature, threshold), axis=1)
     between, inside = exponentials(key, max(logits_CP.shape))
     chunk = _first_home(masses_C, between[: logits_CP.shape[0]])
@@ -65,12 +66,6 @@ def kept_weights(logits: Array, maximum: Array, temperature: Array, threshold: A
     """exp((logit - maximum) / temperature) where the logit reaches the threshold, else 0; at most 1."""
     # The maximum goes first: logits / 0.01 alone could leave float32.
     return jnp.where(logits >= threshold, jnp.exp((logits - maximum) / temperature), 0.0)
-
-
-def running_sum(weights: Array) -> Array:
-    """f32[N] sums of the first 1, 2, ... N weights.  One fused reduction, where cumsum becomes six programs on CPU."""
-    places = jnp.arange(weights.shape[0])
-    return jnp.sum(jnp.where(places[None, :] <= places[:, None], weights[None, :], 0.0), axis=1)
 
 
 def _first_home(weights: Array, exponentials: Array) -> Array:

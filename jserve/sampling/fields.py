@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -23,11 +23,14 @@ Reader = Callable[[str, object], Any]
 
 @dataclass(frozen=True)
 class FieldRule:
-    """How one field is treated.  `neutral` is the value that asks for nothing, accepted also where unsupported."""
+    """How one field is treated."""
 
     read: Reader
     supported: bool
     neutral: object = None
+    """The value that asks for nothing, accepted also where unsupported."""
+    token_ids: Callable[[Any], Iterable[int]] | None = None
+    """The ids in a value that was read; the validator refuses those outside the model's vocabulary."""
 
 
 def integer(low: int, high: int, why: str | None = None) -> Reader:
@@ -120,7 +123,6 @@ def early_stopping(path: str, value: object) -> EarlyStopping:
     return value
 
 
-# Whether an id is inside the vocabulary depends on the model: `validate.refuse_ids_beyond` names the vocabulary's size.
 _TOKEN_ID = integer(0, 2**31 - 1, "must be a token id: 0 or larger, and inside the vocabulary")
 _SEQUENCES = integer(1, limits.MAX_SEQUENCES_PER_REQUEST)
 _LOGPROBS = integer(0, limits.MAX_LOGPROBS)
@@ -142,7 +144,7 @@ FIELDS: Mapping[str, FieldRule] = MappingProxyType({
     "min_tokens": FieldRule(_COUNT, supported=True),
     "stop": FieldRule(each(text(limits.MAX_STOP_STRING_CHARACTERS), limits.MAX_STOP_STRINGS, one_string=True),
                       supported=True),
-    "stop_token_ids": FieldRule(each(_TOKEN_ID, limits.MAX_STOP_TOKEN_IDS), supported=True),
+    "stop_token_ids": FieldRule(each(_TOKEN_ID, limits.MAX_STOP_TOKEN_IDS), supported=True, token_ids=tuple),
     "include_stop_str_in_output": FieldRule(boolean, supported=True),
     "ignore_eos": FieldRule(boolean, supported=True),
     # Beyond these bounds x / penalty and x * penalty leave float32; nobody asks for them.
@@ -150,8 +152,9 @@ FIELDS: Mapping[str, FieldRule] = MappingProxyType({
                                     neutral=1.0),
     "presence_penalty": FieldRule(_PENALTY, supported=False, neutral=0.0),
     "frequency_penalty": FieldRule(_PENALTY, supported=False, neutral=0.0),
-    "logit_bias": FieldRule(biases, supported=False, neutral=()),
-    "allowed_token_ids": FieldRule(each(_TOKEN_ID, limits.MAX_ALLOWED_TOKEN_IDS), supported=False, neutral=()),
+    "logit_bias": FieldRule(biases, supported=False, neutral=(), token_ids=dict),
+    "allowed_token_ids": FieldRule(each(_TOKEN_ID, limits.MAX_ALLOWED_TOKEN_IDS), supported=False, neutral=(),
+                                   token_ids=tuple),
     "bad_words": FieldRule(each(text(limits.MAX_BAD_WORD_CHARACTERS), limits.MAX_BAD_WORDS), supported=False,
                            neutral=()),
     "logprobs": FieldRule(_LOGPROBS, supported=True),

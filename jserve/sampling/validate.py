@@ -34,7 +34,7 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
     stop_token_ids = frozenset(asked["stop_token_ids"] or ())
     banned = tuple(sorted(stop_token_ids | set(model.eos_token_ids))) if min_tokens else ()
     if banned and not set(range(min(model.num_sampled_tokens, len(banned) + 1))) - set(banned):
-        raise invalid(_path("min_tokens"), min_tokens, "stop_token_ids and EOS leave no token to sample below the floor")
+        raise invalid(_path("min_tokens"), min_tokens, "EOS and stop_token_ids leave no token to sample below it")
     top_k = max(_or(asked["top_k"], 0), 0)
     return Sampling(
         temperature=max(temperature, limits.MIN_TEMPERATURE) if temperature else 0.0,
@@ -123,17 +123,18 @@ def _read_fields(params: SamplingParams, model: ModelLimits) -> dict[str, Any]:
             asked[field.name] = None
             continue
         asked[field.name] = read = rule.read(path, value)
+        if rule.token_ids is not None:
+            _refuse_ids_beyond(model.vocab_size, path, rule.token_ids(read))
         if not rule.supported and read != rule.neutral:
             raise invalid(path, value, f"{field.name} is not supported yet{origin}")
-    refuse_ids_beyond(model.vocab_size, "stop_token_ids", asked["stop_token_ids"] or ())
     return asked
 
 
-def refuse_ids_beyond(vocab_size: int, name: str, token_ids: Iterable[int]) -> None:
-    """For every field that lists token ids: INVALID_ARGUMENT with the place of the first id outside the vocabulary."""
-    for index, token_id in enumerate(token_ids):
+def _refuse_ids_beyond(vocab_size: int, path: str, token_ids: Iterable[int]) -> None:
+    """Readers have refused negative ids; how many there are is the model's to say."""
+    for token_id in token_ids:
         if token_id >= vocab_size:
-            raise invalid(f"{_path(name)}[{index}]", token_id, f"must be in 0..{vocab_size - 1}, the model's vocabulary")
+            raise invalid(path, token_id, f"must be in 0..{vocab_size - 1}, the model's vocabulary")
 
 
 def _room_after_prompt(num_prompt_tokens: int, max_tokens: int | None, model: ModelLimits) -> int:

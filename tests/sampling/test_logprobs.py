@@ -100,7 +100,7 @@ def test_prompt_scores_do_not_depend_on_the_other_positions_of_the_chunk():
 
 
 def test_prompt_scores_use_no_memory_beyond_the_chunk():
-    """A chunk of 64 positions of a 128k vocabulary: temporaries stay under three chunks of logits, and nothing sorts."""
+    """A chunk of 64 positions of a 128k vocabulary: temporaries stay under three chunks of logits."""
     shapes = jax.ShapeDtypeStruct((64, 128256), np.float32), jax.ShapeDtypeStruct((64,), np.int32)
     compiled = jax.jit(score_positions).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 3 * 64 * 128256 * 4

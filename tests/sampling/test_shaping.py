@@ -16,8 +16,9 @@ def test_counts_follow_the_slots_and_survive_a_rewrite_from_the_token_list():
     prompt_seen[[3, 4]] = True
     rows = set_row(rows, 2, prompt_seen, np.zeros(V, np.int32), np.zeros(V, np.float32))
     count = jax.jit(count_tokens)
+    slots, is_used = np.array([2, 0, 1], np.int32), np.array([True, True, False])
     for token_id in (7, 7, 3):
-        rows = count(rows, np.array([2, 0, 1], np.int32), np.array([token_id, 9, 5], np.int32), np.array([True, True, False]))
+        rows = count(rows, slots, np.array([token_id, 9, 5], np.int32), is_used)
     counts = np.asarray(rows.output_counts)
     assert counts[2, 7] == 2 and counts[2, 3] == 1 and counts[0, 9] == 3
     assert counts.sum() == 6 and counts[1].sum() == 0

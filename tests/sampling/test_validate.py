@@ -84,7 +84,8 @@ def test_float_fields_refuse_what_is_no_finite_number(name, value):
     ("seed", 10**400, None), ("seed", 1.0, None), ("seed", False, None),
     ("logprobs", 0, 0), ("logprobs", 20, 20), ("logprobs", 21, None), ("logprobs", -1, None),
     ("logprobs", 50000, None), ("logprobs", True, None),
-    ("prompt_logprobs", 0, 0), ("prompt_logprobs", 20, 20), ("prompt_logprobs", 21, None), ("prompt_logprobs", -1, None),
+    ("prompt_logprobs", 0, 0), ("prompt_logprobs", 20, 20), ("prompt_logprobs", 21, None),
+    ("prompt_logprobs", -1, None),
     ("max_tokens", -1, None), ("max_tokens", 1.5, None), ("max_tokens", 0, 0), ("min_tokens", -1, None),
     ("stop", ["a", "b"], ("a", "b")), ("stop", "ab", ("ab",)), ("stop", [""], None), ("stop", "", None),
     ("stop", [1], None), ("stop", ["\ud800"], None), ("stop", ["x"] * 65, None), ("stop", ["x"] * 10**5, None),
@@ -122,6 +123,23 @@ def test_bool_fields_refuse_numbers_and_strings(name):
 def test_fields_to_come_are_already_checked(params):
     (name,) = params
     assert refusal(**params).field.startswith(f"sampling_params.{name}")
+
+
+@pytest.mark.parametrize("name, listed", [
+    ("stop_token_ids", lambda token_id: [1, token_id]),
+    ("allowed_token_ids", lambda token_id: [1, token_id]),
+    ("logit_bias", lambda token_id: {1: 0.0, token_id: 1.0}),
+])
+@pytest.mark.parametrize("token_id", [49152, -1, 2**31, 2**40])
+def test_every_list_of_ids_refuses_those_outside_the_vocabulary(name, listed, token_id):
+    error = refusal(**{name: listed(token_id)})
+    assert error.field.startswith(f"sampling_params.{name}") and str(token_id) in error.message
+    assert "vocabulary" in error.message
+
+
+def test_every_field_with_ids_is_checked_against_the_vocabulary():
+    with_ids = {name for name, rule in FIELDS.items() if rule.token_ids is not None}
+    assert with_ids == {name for name in FIELDS if "token_ids" in name or name == "logit_bias"}
 
 
 def test_defaults_of_an_empty_request():
@@ -180,7 +198,7 @@ def test_min_tokens_that_cannot_be_met_is_refused():
 
 
 def test_generation_config_fills_unset_fields_only():
-    config = {"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 7, "eos_token_id": 2}
+    config = {"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "max_new_tokens": 7}
     defaults = generation_defaults(config)
     assert defaults == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
     model = dataclasses.replace(SMOL, generation_defaults=defaults)
