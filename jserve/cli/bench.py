@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from jserve.bench import latency, report, startup, throughput
 from jserve.bench.load import RandomLoad
-from jserve.cli import bench_simulate
+from jserve.cli import bench_host, bench_simulate
 from jserve.cli.bench_flags import add_load_flags, add_startup_flags
 from jserve.cli.command import Command
 from jserve.cli.flags import NEAR, config_from, config_to_flags
@@ -21,7 +21,7 @@ from jserve.cli.progress import StartReport
 from jserve.config import Config, ConfigError
 from jserve.local_engine import start_engine
 
-NOT_BUILT = ("serve", "kernels", "host", "compare")
+NOT_BUILT = ("serve", "kernels", "compare")
 DATASETS_NOT_BUILT = ("shared-prefix", "trace", "jsonl")
 STARTUP_PROMPT_TOKENS = 16
 
@@ -31,6 +31,7 @@ usage: jserve bench MODE [flags]        jserve bench MODE --help tells more
   throughput   output tokens a second of the engine in this process, many requests at once
   latency      what a single stream feels: time to first token, time per token, percentiles
   startup      seconds from launch to ready and to the first token, cold and warm, by phase
+  host         what the host does for a step: schedule, build, apply, at so many running and waiting
   simulate     thousands of requests through the real scheduler over a device that only takes time
 
 Not built yet: {not_built}."""
@@ -174,5 +175,6 @@ COMMANDS = {
         add_arguments=add_startup_flags,
         run=_run_startup,
     ),
+    "host": bench_host.COMMAND,
     "simulate": bench_simulate.COMMAND,
 }

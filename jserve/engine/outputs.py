@@ -13,6 +13,9 @@ import numpy as np
 from jserve.request import Code, FinishReason, RequestError
 from jserve.scheduler import Scheduler, Sequence, StepPlan
 from jserve.scheduler.plan import PromptScores, StepOutput
+from jserve.scheduler.sequence import SequenceState
+
+FINISHED = SequenceState.FINISHED
 
 
 @dataclass
@@ -35,20 +38,7 @@ def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResul
     """Appends what was sampled and ends what is finished.  Rows of sequences that ended meanwhile are dropped."""
     assert output.step_id == plan.step_id, f"output of step {output.step_id} for the plan of step {plan.step_id}"
     result = StepResult(time.time(), output=output)
-    broken = () if output.is_sound is None or output.is_sound.all() else np.flatnonzero(~output.is_sound).tolist()
-    for row, token_id in enumerate(output.token_ids.tolist()):
-        sequence = plan.sequences[plan.sampling_rows[row]]
-        if sequence.finished:
-            continue
-        if row in broken:
-            result.failed.append((sequence, RequestError(Code.INTERNAL, "the model gave no numbers for this request")))
-            continue
-        reason = sequence.append(token_id)
-        result.sequences.append(sequence)
-        result.token_ids.append(token_id)
-        result.rows.append(row)
-        if reason is not None:
-            result.ended.append((sequence, reason))
+    _append_tokens(plan, output, result)
     for scores in output.prompt_scores or ():
         sequence = plan.sequences[scores.row]
         if not sequence.finished:
@@ -65,6 +55,27 @@ def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResul
     for sequence, _ in result.failed:
         scheduler.finish(sequence, FinishReason.ABORTED)
     return result
+
+
+def _append_tokens(plan: StepPlan, output: StepOutput, result: StepResult) -> None:
+    """The step's tokens to their sequences; every row of a large batch comes through here, so it is kept lean."""
+    sampled, token_ids = plan.sampled_sequences(), output.token_ids.tolist()
+    rows = list(range(len(sampled)))
+    broken = () if output.is_sound is None or output.is_sound.all() else np.flatnonzero(~output.is_sound).tolist()
+    dropped = {row for row, sequence in enumerate(sampled) if sequence.state is FINISHED}
+    for row in broken:
+        if row not in dropped:
+            error = RequestError(Code.INTERNAL, "the model gave no numbers for this request")
+            result.failed.append((sampled[row], error))
+            dropped.add(row)
+    if dropped:
+        rows = [row for row in rows if row not in dropped]
+        sampled, token_ids = [sampled[row] for row in rows], [token_ids[row] for row in rows]
+    for sequence, token_id in zip(sampled, token_ids):
+        reason = sequence.append(token_id)
+        if reason is not None:
+            result.ended.append((sequence, reason))
+    result.sequences, result.token_ids, result.rows = sampled, token_ids, rows
 
 
 def fail(scheduler: Scheduler, sequences: list[Sequence], error: RequestError) -> StepResult:

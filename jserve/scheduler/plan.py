@@ -34,6 +34,12 @@ class StepPlan:
     def num_rows(self) -> int:
         return len(self.sequences)
 
+    def sampled_sequences(self) -> list[Sequence]:
+        """Of the sampling rows, in order; a new list."""
+        if len(self.sampling_rows) == len(self.sequences):
+            return list(self.sequences)
+        return [self.sequences[row] for row in self.sampling_rows.tolist()]
+
     @property
     def decode_only(self) -> bool:
         """Every row has one token: the bucket counts rows."""

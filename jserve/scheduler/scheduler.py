@@ -73,12 +73,14 @@ class Scheduler:
         self._limit = np.zeros(num_slots, np.int32)
         self._fed = np.zeros(num_slots, bool)  # the slot has sampled: its next single token stands on the device
         self._prompt_only = np.zeros(num_slots, bool)
+        self._rank = np.full(num_slots, np.inf)  # inf: the slot is free
+        self._arrival = np.zeros(num_slots, np.int64)
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._order = np.zeros(0, np.int32)  # running slots by (rank, order)
         self._order_is_stale = False
         self._policy = make_policy(policy)
         self._waiting = WaitingQueue(self._policy, self._num_matched)
-        self.step_time = StepTimeModel()
+        self.step_time = StepTimeModel(fits=policy.target_tbt_s is not None)
         self._arrivals = 0
         self._step_id = 0
         self._outgrown: list[Sequence] = []
@@ -266,6 +268,7 @@ class Scheduler:
         sequence.slot = slot
         sequence.state = SequenceState.RUNNING
         self._owner[slot] = sequence
+        self._rank[slot], self._arrival[slot] = sequence.rank, sequence.order
         self._tokens[slot] = sequence.tokens
         self._num_tokens[slot] = sequence.num_known
         self._num_computed[slot] = num_cached
@@ -343,9 +346,8 @@ class Scheduler:
 
     def _running_order(self) -> np.ndarray:
         if self._order_is_stale:
-            running = [s for s in self._owner if s is not None]
-            running.sort(key=lambda s: (s.rank, s.order))
-            self._order = np.array([s.slot for s in running], np.int32)
+            running = np.flatnonzero(self._rank < np.inf)
+            self._order = running[np.lexsort((self._arrival[running], self._rank[running]))].astype(np.int32)
             self._order_is_stale = False
         return self._order
 
@@ -359,6 +361,7 @@ class Scheduler:
         slot = sequence.slot
         self.blocks.free(slot)
         self._owner[slot] = self._tokens[slot] = None
+        self._rank[slot] = np.inf
         self._epoch[slot] += 1
         self._free_slots.append(slot)
         sequence.slot = None

@@ -86,12 +86,9 @@ class Sequence:
         """Adds a sampled token; says why the sequence ends with it, or None."""
         self.awaits_token = False
         self.tokens[self.num_known] = token_id
-        self.num_known += 1
-        sampling = self.sampling
-        if token_id in self.stop_ids and self.num_output > sampling.min_tokens:
-            if token_id not in sampling.eos_token_ids:
+        self.num_known = num_known = self.num_known + 1
+        if token_id in self.stop_ids and num_known - self.num_prompt > self.sampling.min_tokens:
+            if token_id not in self.sampling.eos_token_ids:
                 self.matched_stop = token_id
             return FinishReason.STOP
-        if self.num_known >= self.limit:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if num_known >= self.limit else None

@@ -19,7 +19,9 @@ SCALES = np.array([1.0, 1e-3, 1e-6, 1e-6])
 class StepTimeModel:
     """Exponentially forgetting least squares over four features, and how far it was off lately."""
 
-    def __init__(self):
+    def __init__(self, fits: bool):
+        """fits: `bucket_within` will be asked, so that the four weights are worth learning."""
+        self._fits = fits
         self._moments = np.eye(4) * 1e-6
         self._products = np.zeros(4)
         self._weights = np.zeros(4)
@@ -33,20 +35,23 @@ class StepTimeModel:
         """A step of the plan took `seconds` on the device."""
         if seconds <= 0:
             return
-        features = _features(plan.bucket, *_reads(plan))
-        if self.num_samples >= NUM_SAMPLES_NEEDED and not plan.decode_only:
-            predicted = self._predict(features)
-            if predicted > 0:
-                self._excess = min(1.5, max(1.0, 1 + (self._excess - 1) * 0.97, seconds / predicted))
-        self._moments = FORGET * self._moments + np.outer(features, features)
-        self._products = FORGET * self._products + features * seconds
-        self._is_stale = True
         self.num_samples += 1
         if plan.decode_only:
             self._decode_seconds += 0.1 * (seconds - self._decode_seconds) if self._decode_seconds else seconds
         else:
             self._mixed_tokens = FORGET * self._mixed_tokens + plan.num_tokens
             self._mixed_seconds = FORGET * self._mixed_seconds + seconds
+        if self._fits:
+            self._fit(_features(plan.bucket, *_reads(plan)), seconds, is_mixed=not plan.decode_only)
+
+    def _fit(self, features: np.ndarray, seconds: float, is_mixed: bool) -> None:
+        if self.num_samples > NUM_SAMPLES_NEEDED and is_mixed:
+            predicted = self._predict(features)
+            if predicted > 0:
+                self._excess = min(1.5, max(1.0, 1 + (self._excess - 1) * 0.97, seconds / predicted))
+        self._moments = FORGET * self._moments + np.outer(features, features)
+        self._products = FORGET * self._products + features * seconds
+        self._is_stale = True
 
     def bucket_within(
         self, target_s: float, buckets: tuple[int, ...], num_decodes: int, decode_context: int, past: int
