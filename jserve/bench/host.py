@@ -118,10 +118,12 @@ class _Host:
         output = self._runner.collect()
         output.device_seconds = 0.01
         collected = time.thread_time()
-        apply(self.scheduler, plan, output)
+        result = apply(self.scheduler, plan, output)
+        times.seconds["apply"].append(time.thread_time() - collected)
         times.seconds["schedule"].append(planned - began)
         times.seconds["build"].append(built - planned)
-        times.seconds["apply"].append(time.thread_time() - collected)
+        for _ in result.ended:  # the queue keeps its length
+            self._add(self._load.prompt, self._load.num_running)
 
     def _build(self, plan: StepPlan) -> None:
         for sequence in plan.admitted:
