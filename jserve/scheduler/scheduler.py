@@ -1,9 +1,8 @@
 """The scheduler: one `schedule()` a step decides which tokens of which sequences are computed.
 
-Running sequences live in numpy structure-of-arrays by slot, so that a step of many decodes costs a handful of vector
-operations.  Decodes come first, then prefill chunks fill the token budget, then waiting sequences enter in the order of
-the policy (strictly: a large prompt at the head of the queue is never overtaken, so it cannot starve; running decodes
-go on meanwhile).  When blocks run out, the sequence of the highest rank is preempted and recomputed later.
+Decodes come first, then prefill chunks fill the token budget, then waiting sequences enter in the order of the policy
+(strictly: a large prompt at the head of the queue is never overtaken, so it cannot starve; running decodes go on
+meanwhile).  When blocks run out, the sequence of the highest rank is preempted and recomputed later.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from jserve.scheduler.buckets import bucket_for, num_tokens_to_run
 from jserve.scheduler.plan import StepPlan
 from jserve.scheduler.policies import PolicySettings, make_policy
 from jserve.scheduler.sequence import Sequence, SequenceState
+from jserve.scheduler.slots import Slots
 from jserve.scheduler.step_time import StepTimeModel
 from jserve.scheduler.waiting import WaitingQueue
 
@@ -47,9 +47,7 @@ class SchedulerLimits:
 class Scheduler:
     """Owns the queue, the slots and the block manager.
 
-    Invariants: a slot belongs to exactly one running sequence; `num_tokens` of a slot counts every token that is sure
-    to exist, also one that is still being sampled; no step exceeds the token budget; while anything can run, a step
-    makes progress.
+    Invariants: no step exceeds the token budget; while anything can run, a step makes progress.
     """
 
     def __init__(
@@ -63,21 +61,7 @@ class Scheduler:
         self.policy = policy
         self.blocks = blocks
         self.clock = clock
-        num_slots = limits.num_slots
-        self._owner: list[Sequence | None] = [None] * num_slots
-        self._tokens: list[np.ndarray | None] = [None] * num_slots  # of the owner
-        self._num_tokens = np.zeros(num_slots, np.int32)
-        self._num_computed = np.zeros(num_slots, np.int32)
-        self._epoch = np.zeros(num_slots, np.int32)  # counts occupants, so that late results find only their own
-        self._num_prompt = np.zeros(num_slots, np.int32)
-        self._limit = np.zeros(num_slots, np.int32)
-        self._fed = np.zeros(num_slots, bool)  # the slot has sampled: its next single token stands on the device
-        self._prompt_only = np.zeros(num_slots, bool)
-        self._rank = np.full(num_slots, np.inf)  # inf: the slot is free
-        self._arrival = np.zeros(num_slots, np.int64)
-        self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._order = np.zeros(0, np.int32)  # running slots by (rank, order)
-        self._order_is_stale = False
+        self._slots = Slots(limits.num_slots)
         self._policy = make_policy(policy)
         self._waiting = WaitingQueue(self._policy, self._num_matched)
         self.step_time = StepTimeModel(fits=policy.target_tbt_s is not None)
@@ -113,7 +97,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return self.limits.num_slots - len(self._free_slots)
+        return self._slots.num_running
 
     @property
     def num_waiting(self) -> int:
@@ -125,7 +109,7 @@ class Scheduler:
 
     def running(self) -> list[Sequence]:
         """Running sequences, who keeps its blocks longest first."""
-        return [self._owner[slot] for slot in self._running_order()]
+        return [self._slots.owner[slot] for slot in self._slots.order()]
 
     def waiting(self) -> list[Sequence]:
         """Waiting sequences by rank."""
@@ -134,8 +118,8 @@ class Scheduler:
     def first_token_s(self, num_prompt: int) -> float | None:
         """Seconds until a prompt that came now would have its first token, everything before it computed first; None
         while the speed is unknown.  May be asked by another thread."""
-        unfinished = np.maximum(self._num_tokens - self._num_computed - 1, 0)
-        return self.step_time.first_token_s(num_prompt + self._waiting.num_tokens + int(unfinished.sum()))
+        ahead = self._waiting.num_tokens + self._slots.num_unfinished_tokens()
+        return self.step_time.first_token_s(num_prompt + ahead)
 
     # -- one step
 
@@ -143,22 +127,22 @@ class Scheduler:
         """Plans the next step, or None when nothing can run now (then only results in flight can change that)."""
         if self._policy.preempts:
             self._make_room_for_urgent()
-        decodes, prefills = self._split_running()
+        decodes, prefills = self._slots.runnable()
         decodes = self._grow_decodes(decodes)
         budget = self._token_budget(decodes, prefills) - len(decodes)
         chunks: list[tuple[int, int]] = []  # (slot, tokens granted)
         for slot in prefills:
             if budget == 0:
                 break
-            if self._owner[slot] is None:
+            if self._slots.owner[slot] is None:
                 continue  # preempted a moment ago
-            grant = min(budget, int(self._num_tokens[slot] - self._num_computed[slot]))
+            grant = min(budget, int(self._slots.num_tokens[slot] - self._slots.num_computed[slot]))
             chunks.append((int(slot), grant))
             budget -= grant
         admitted = []
-        while budget > 0 and self._free_slots and (sequence := self._next_admissible()) is not None:
+        while budget > 0 and self._slots.num_free and (sequence := self._next_admissible()) is not None:
             slot = self._enter_slot(sequence)
-            grant = min(budget, int(self._num_tokens[slot] - self._num_computed[slot]))
+            grant = min(budget, int(self._slots.num_tokens[slot] - self._slots.num_computed[slot]))
             chunks.append((slot, grant))
             admitted.append(sequence)
             budget -= grant
@@ -172,9 +156,9 @@ class Scheduler:
     def applied(self, plan: StepPlan, device_seconds: float = 0.0) -> None:
         """The plan's results are on the host: its full blocks become findable by other sequences."""
         self.step_time.observe(plan, device_seconds)
-        live = self._epoch[plan.slots] == plan.epochs
+        live = self._slots.epoch[plan.slots] == plan.epochs
         slots = plan.slots[live]
-        self.blocks.commit_each(slots, self._tokens, (plan.first_positions + plan.num_scheduled)[live])
+        self.blocks.commit_each(slots, self._slots.tokens, (plan.first_positions + plan.num_scheduled)[live])
 
     # -- phases of schedule(), in their order
 
@@ -188,19 +172,13 @@ class Scheduler:
             return
         size = self.blocks.block_size
         needed = -(-head.num_known // size) + self.num_running
-        held = sum(-(-int(self._num_computed[one.slot]) // size) for one in victims)
+        held = sum(-(-int(self._slots.num_computed[one.slot]) // size) for one in victims)
         if needed > self.blocks.num_available_blocks + held:
             return  # it would not enter all the same
         for victim in victims:
-            if self._free_slots and self._can_admit(head):
+            if self._slots.num_free and self._can_admit(head):
                 return
             self._preempt(victim)
-
-    def _split_running(self) -> tuple[np.ndarray, np.ndarray]:
-        order = self._running_order()
-        todo = self._num_tokens[order] - self._num_computed[order]
-        runs = (todo > 0) & ((self._num_tokens[order] < self._limit[order]) | self._prompt_only[order])
-        return order[runs & (todo == 1)], order[runs & (todo > 1)]
 
     def _token_budget(self, decodes: np.ndarray, prefills: np.ndarray) -> int:
         """Tokens of this step: what is allowed, or what keeps the target gap of the decodes."""
@@ -208,8 +186,8 @@ class Scheduler:
         most = self.limits.max_num_batched_tokens
         if target is None or len(decodes) == 0:
             return most
-        past = int(self._num_computed[prefills[0]]) if len(prefills) else 0
-        context = int(self._num_tokens[decodes].sum())
+        past = int(self._slots.num_computed[prefills[0]]) if len(prefills) else 0
+        context = int(self._slots.num_tokens[decodes].sum())
         return min(
             most, self.step_time.bucket_within(target, self.limits.token_buckets, len(decodes), context, past)
         )
@@ -217,22 +195,22 @@ class Scheduler:
     def _grow_decodes(self, decodes: np.ndarray) -> np.ndarray:
         """Gives every decode room for its token, preempting from the tail of the running order where blocks run out."""
         while True:
-            num_grown = self.blocks.grow_each(decodes, self._num_computed[decodes] + 1)
+            num_grown = self.blocks.grow_each(decodes, self._slots.num_computed[decodes] + 1)
             if num_grown == len(decodes):
                 return decodes
             needy = int(decodes[num_grown])
-            victim = int(self._running_order()[-1])
+            victim = int(self._slots.order()[-1])
             if victim == needy and self.num_running == 1:
-                self._end_outgrown(self._owner[needy])
+                self._end_outgrown(self._slots.owner[needy])
             else:
-                self._preempt(self._owner[victim])
+                self._preempt(self._slots.owner[victim])
             decodes = decodes[decodes != victim]
 
     def _end_outgrown(self, sequence: Sequence) -> None:
         """The pool is full and the sequence alone in it: what it has, and what is being sampled, is all it gets."""
-        if sequence.num_known < self._num_tokens[sequence.slot]:  # the next id is still being sampled
-            sequence.limit = int(self._num_tokens[sequence.slot])  # the token in flight ends it with LENGTH
-            self._limit[sequence.slot] = sequence.limit
+        if sequence.num_known < self._slots.num_tokens[sequence.slot]:  # the next id is still being sampled
+            sequence.limit = int(self._slots.num_tokens[sequence.slot])  # the token in flight ends it with LENGTH
+            self._slots.limit[sequence.slot] = sequence.limit
         else:
             self.finish(sequence, FinishReason.LENGTH)
             self._outgrown.append(sequence)
@@ -257,7 +235,7 @@ class Scheduler:
         )
 
     def _enter_slot(self, sequence: Sequence) -> int:
-        slot = self._free_slots.pop()
+        slot = self._slots.take()
         tokens = sequence.tokens[: sequence.num_known]
         num_cached = self.blocks.admit(slot, tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache)
         grown = self.blocks.grow(slot, sequence.num_known)
@@ -265,18 +243,7 @@ class Scheduler:
         if sequence.num_cached is None:
             sequence.num_cached = num_cached
             sequence.first_scheduled = self.clock()
-        sequence.slot = slot
-        sequence.state = SequenceState.RUNNING
-        self._owner[slot] = sequence
-        self._rank[slot], self._arrival[slot] = sequence.rank, sequence.order
-        self._tokens[slot] = sequence.tokens
-        self._num_tokens[slot] = sequence.num_known
-        self._num_computed[slot] = num_cached
-        self._num_prompt[slot] = sequence.num_prompt
-        self._limit[slot] = sequence.limit
-        self._prompt_only[slot] = sequence.prompt_only
-        self._fed[slot] = False
-        self._order_is_stale = True
+        self._slots.seat(slot, sequence, num_cached)
         return slot
 
     def _fill_bucket(self, num_decodes: int, chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -305,16 +272,16 @@ class Scheduler:
             return None
         granted = np.ones(len(slots), np.int32)
         granted[len(decodes):] = [grant for _, grant in chunks]
-        first = self._num_computed[slots]
+        first = self._slots.num_computed[slots]
         end = first + granted
-        reaches_end = end == self._num_tokens[slots]
-        samples = reaches_end & ~self._prompt_only[slots]
-        feeds = reaches_end & self._fed[slots] & (granted == 1)
-        output_index = np.where(samples, self._num_tokens[slots] - self._num_prompt[slots], 0)
-        self._num_computed[slots] = end
+        reaches_end = end == self._slots.num_tokens[slots]
+        samples = reaches_end & ~self._slots.prompt_only[slots]
+        feeds = reaches_end & self._slots.fed[slots] & (granted == 1)
+        output_index = np.where(samples, self._slots.num_tokens[slots] - self._slots.num_prompt[slots], 0)
+        self._slots.num_computed[slots] = end
         sampled = slots[samples]
-        self._num_tokens[sampled] += 1
-        self._fed[sampled] = True
+        self._slots.num_tokens[sampled] += 1
+        self._slots.fed[sampled] = True
         num_decodes = len(decodes) + num_single
         num_tokens = int(granted.sum())
         limits = self.limits
@@ -325,9 +292,9 @@ class Scheduler:
         self._step_id += 1
         return StepPlan(
             step_id=self._step_id,
-            sequences=[self._owner[slot] for slot in slots],
+            sequences=[self._slots.owner[slot] for slot in slots],
             slots=slots,
-            epochs=self._epoch[slots],
+            epochs=self._slots.epoch[slots],
             num_scheduled=granted,
             first_positions=first,
             samples=samples,
@@ -338,18 +305,11 @@ class Scheduler:
             num_tokens=num_tokens,
             bucket=bucket,
             admitted=admitted,
-            has_prompt_only=bool(self._prompt_only[slots].any()),
+            has_prompt_only=bool(self._slots.prompt_only[slots].any()),
             copies=self.blocks.take_copies(),
         )
 
     # -- slots and queue
-
-    def _running_order(self) -> np.ndarray:
-        if self._order_is_stale:
-            running = np.flatnonzero(self._rank < np.inf)
-            self._order = running[np.lexsort((self._arrival[running], self._rank[running]))].astype(np.int32)
-            self._order_is_stale = False
-        return self._order
 
     def _num_matched(self, sequence: Sequence) -> int:
         """Tokens that the prefix cache holds of a waiting sequence."""
@@ -358,20 +318,14 @@ class Scheduler:
         return self.blocks.match(sequence.tokens[: sequence.num_known], sequence.salt)
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        slot = sequence.slot
-        self.blocks.free(slot)
-        self._owner[slot] = self._tokens[slot] = None
-        self._rank[slot] = np.inf
-        self._epoch[slot] += 1
-        self._free_slots.append(slot)
-        sequence.slot = None
-        self._order_is_stale = True
+        self.blocks.free(sequence.slot)
+        self._slots.leave(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Drops the blocks; the sequence waits, with a rank no worse than before, and is recomputed."""
         self.num_preemptions += 1
-        self.num_preempted_tokens += int(self._num_computed[sequence.slot])
-        sequence.awaits_token = bool(self._num_tokens[sequence.slot] > sequence.num_known)
+        self.num_preempted_tokens += int(self._slots.num_computed[sequence.slot])
+        sequence.awaits_token = bool(self._slots.num_tokens[sequence.slot] > sequence.num_known)
         self._leave_slot(sequence)
         sequence.num_preemptions += 1
         sequence.state = SequenceState.WAITING

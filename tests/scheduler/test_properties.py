@@ -51,8 +51,8 @@ def test_invariants_of_every_step(requests, shape, policy):
         decoding = {
             one
             for one in scheduler.running()
-            if scheduler._num_tokens[one.slot] - scheduler._num_computed[one.slot] == 1
-            and (one.prompt_only or scheduler._num_tokens[one.slot] < one.limit)
+            if scheduler._slots.num_tokens[one.slot] - scheduler._slots.num_computed[one.slot] == 1
+            and (one.prompt_only or scheduler._slots.num_tokens[one.slot] < one.limit)
         }
         plan = scheduler.schedule()
         for one in scheduler.take_outgrown():

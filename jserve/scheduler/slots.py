@@ -1,0 +1,83 @@
+"""The running sequences as numpy structure-of-arrays by slot: a step of many decodes is a handful of vector operations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jserve.scheduler.sequence import Sequence, SequenceState
+
+
+class Slots:
+    """Invariants: a slot belongs to exactly one running sequence; `num_tokens` counts every token that is sure to exist,
+    also one that is still being sampled."""
+
+    def __init__(self, num_slots: int):
+        self.owner: list[Sequence | None] = [None] * num_slots
+        self.tokens: list[np.ndarray | None] = [None] * num_slots  # of the owner
+        self.num_tokens = np.zeros(num_slots, np.int32)
+        self.num_computed = np.zeros(num_slots, np.int32)
+        self.epoch = np.zeros(num_slots, np.int32)  # counts occupants, so that late results find only their own
+        self.num_prompt = np.zeros(num_slots, np.int32)
+        self.limit = np.zeros(num_slots, np.int32)
+        self.fed = np.zeros(num_slots, bool)  # the slot has sampled: its next single token stands on the device
+        self.prompt_only = np.zeros(num_slots, bool)
+        self._rank = np.full(num_slots, np.inf)  # inf: the slot is free
+        self._arrival = np.zeros(num_slots, np.int64)
+        self._free = list(range(num_slots - 1, -1, -1))
+        self._order = np.zeros(0, np.int32)
+        self._order_is_stale = False
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_running(self) -> int:
+        return len(self.owner) - len(self._free)
+
+    def take(self) -> int:
+        """A free slot, for `seat`."""
+        return self._free.pop()
+
+    def seat(self, slot: int, sequence: Sequence, num_computed: int) -> None:
+        """The sequence runs in a slot that was taken, its first `num_computed` tokens found in the cache."""
+        sequence.slot = slot
+        sequence.state = SequenceState.RUNNING
+        self.owner[slot] = sequence
+        self.tokens[slot] = sequence.tokens
+        self.num_tokens[slot] = sequence.num_known
+        self.num_computed[slot] = num_computed
+        self.num_prompt[slot] = sequence.num_prompt
+        self.limit[slot] = sequence.limit
+        self.prompt_only[slot] = sequence.prompt_only
+        self.fed[slot] = False
+        self._rank[slot], self._arrival[slot] = sequence.rank, sequence.order
+        self._order_is_stale = True
+
+    def leave(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        self.owner[slot] = self.tokens[slot] = None
+        self._rank[slot] = np.inf
+        self.epoch[slot] += 1
+        self._free.append(slot)
+        sequence.slot = None
+        self._order_is_stale = True
+
+    def order(self) -> np.ndarray:
+        """Slots of running sequences by (rank, order): the last one is the first to be preempted."""
+        if self._order_is_stale:
+            running = np.flatnonzero(self._rank < np.inf)
+            self._order = running[np.lexsort((self._arrival[running], self._rank[running]))].astype(np.int32)
+            self._order_is_stale = False
+        return self._order
+
+    def runnable(self) -> tuple[np.ndarray, np.ndarray]:
+        """(slots with one token to compute, slots with more), in order."""
+        order = self.order()
+        todo = self.num_tokens[order] - self.num_computed[order]
+        runs = (todo > 0) & ((self.num_tokens[order] < self.limit[order]) | self.prompt_only[order])
+        return order[runs & (todo == 1)], order[runs & (todo > 1)]
+
+    def num_unfinished_tokens(self) -> int:
+        """Tokens that prefill has yet to compute."""
+        return int(np.maximum(self.num_tokens - self.num_computed - 1, 0)[self._rank < np.inf].sum())
