@@ -17,18 +17,23 @@ from jserve.request import GenerateRequest, GenerateUpdate, SamplingParams
 GREEDY = {"temperature": 0.0}
 
 
-def config_for(path: Path, **sections: dict[str, Any]) -> Config:
-    """A small engine's config; `sections` change it as in TOML."""
+def config_for(path: Path, *, every_bucket: bool = False, **sections: dict[str, Any]) -> Config:
+    """A small engine's config; `sections` change it as in TOML.  One bucket of each kind, so that it compiles quickly,
+    unless `every_bucket`."""
     config = Config().replace("model", path=str(path))
     config = config.replace("kv", memory_bytes=64 * 2**20, block_size=16)
     config = config.replace("scheduler", max_num_batched_tokens=32, max_num_seqs=4)
     for section, values in sections.items():
         config = config.replace(section, **values)
+    if not every_bucket:
+        budget = config.scheduler.max_num_batched_tokens
+        slots = min(budget, config.scheduler.max_num_seqs)
+        config = config.replace("compile", token_buckets=(budget,), sequence_buckets=(slots,))
     return config
 
 
 @contextmanager
-def running_engine(path: Path, **sections: dict[str, Any]) -> Iterator[AsyncEngine]:
+def running_engine(path: Path, **sections: Any) -> Iterator[AsyncEngine]:
     """A ready engine that checks its books after every step, and that it owns nothing at the end."""
     engine = build_engine(config_for(path, **sections))
     violations: list[str] = []
