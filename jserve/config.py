@@ -65,7 +65,7 @@ class SchedulerSection:
     """Shares under policy fair, such as red=2,blue=1; a tenant that is not named has 1."""
     target_tbt_ms: float | None = None
     """Gap between tokens that steps keep: prefill gets what decodes leave of it. unset: the token budget alone."""
-    deadline_admission: bool = True
+    deadline_admission: bool = False
     """Refuse a request whose deadline passes before its first tokens can be there (RESOURCE_EXHAUSTED, RetryInfo)."""
     overlap: bool = True
     """Plan and launch step N+1 while step N runs; results are read one step late. The tokens are the same."""

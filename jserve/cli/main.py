@@ -9,7 +9,6 @@ import difflib
 import importlib
 import os
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
 
@@ -27,7 +26,6 @@ COMMANDS = {
     "replay": "the scheduler again on a step log: the same decisions, or the first that differs",
     "fetch": "put a model on disk",
 }
-BUILD_THREAD = "jserve-build"  # `jserve.local_engine.BUILD_THREAD`, which costs an import that --help need not pay
 NOT_BUILT = ("top", "convert")
 
 USAGE = """\
@@ -54,13 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_process() -> None:
-    """The console script: `main`, then the end of the process."""
+    """The console script: `main`, then the end of the process.
+
+    Without the interpreter's shutdown, which takes seconds once jax and gRPC are loaded, and which would wait for every
+    compile where the engine is still being built.
+    """
     code = main()
-    if any(thread.name == BUILD_THREAD for thread in threading.enumerate()):
-        # Interrupted while the engine was being built.  XLA cannot be; an ordinary exit would wait for every compile.
-        sys.stderr.flush()
-        os._exit(code)
-    sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _dispatch(argv: list[str]) -> int:

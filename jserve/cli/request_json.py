@@ -7,12 +7,13 @@ import re
 
 from google.protobuf import json_format
 
-from jserve.proto_gen import inference_pb2
+from jserve.proto_gen import inference_pb2, sampling_pb2
 from jserve.request import Code, GenerateRequest, RequestError
 from jserve.server.convert import request_from_proto
 
 _AT = re.compile(r'(.*?) at "?GenerateRequest\.?([\w.\[\]]*)"?\W*$', re.DOTALL)
 _NESTED = re.compile(r"Failed to parse (\w+) field: ")
+_NOT_AN_INTEGER = re.compile(r"invalid literal for int\(\) with base 10: ('.*')")
 _UNKNOWN = re.compile(r'has no field named "([^"]*)"')
 
 
@@ -51,7 +52,10 @@ def _refused(reason: str) -> RequestError:
     """protobuf's reason, shortened, with the path of the field in our own spelling."""
     reason = reason.split("\n")[0]
     nested = _NESTED.findall(reason)
+    if nested and nested[0] in sampling_pb2.SamplingParams.DESCRIPTOR.fields_by_name:
+        nested.insert(0, "sampling_params")  # protobuf leaves out where the message lies
     reason = _NESTED.sub("", reason).rstrip(".")
+    reason = _NOT_AN_INTEGER.sub(r"\1 is not an integer", reason)
     at = _AT.match(reason)
     reason, path = at.groups() if at else (reason, ".".join(nested))
     if unknown := _UNKNOWN.search(reason):

@@ -138,8 +138,10 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request; its stream ends with ABORTED.  False where no such request is running."""
-        if self._streams.get(request_id) is None:
+        stream = self._streams.get(request_id)
+        if stream is None or stream.done or stream.abort_asked:
             return False
+        stream.abort_asked = True
         self._loop.abort(request_id)
         return True
 

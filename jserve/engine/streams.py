@@ -63,6 +63,7 @@ class RequestStream:
     first_token: float | None = None
     last_token: float | None = None
     done: bool = False
+    abort_asked: bool = False
 
     def __post_init__(self):
         sampling = self.sequences[0].sampling

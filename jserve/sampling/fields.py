@@ -126,7 +126,7 @@ def early_stopping(path: str, value: object) -> EarlyStopping:
 _TOKEN_ID = integer(0, 2**31 - 1, "must be a token id: 0 or larger, and inside the vocabulary")
 _SEQUENCES = integer(1, limits.MAX_SEQUENCES_PER_REQUEST)
 _LOGPROBS = integer(0, limits.MAX_LOGPROBS)
-_COUNT = integer(0, 2**31 - 1, "must be 0 or larger")
+_COUNT = integer(0, 2**63 - 1, "must be 0 or larger")
 _PENALTY = real(lambda penalty: -2 <= penalty <= 2, "must be a finite number in [-2, 2]")
 
 FIELDS: Mapping[str, FieldRule] = MappingProxyType({
@@ -135,7 +135,7 @@ FIELDS: Mapping[str, FieldRule] = MappingProxyType({
     "beam_width": FieldRule(_SEQUENCES, supported=False, neutral=1),
     "length_penalty": FieldRule(real(lambda _: True, "must be finite"), supported=False, neutral=1.0),
     "early_stopping": FieldRule(early_stopping, supported=False, neutral=EarlyStopping.HEURISTIC),
-    "temperature": FieldRule(real(lambda t: t >= 0, "must be finite and 0 (greedy) or larger"), supported=True),
+    "temperature": FieldRule(real(lambda t: t >= 0, "must be finite in float32 and 0 (greedy) or larger"), supported=True),
     "top_p": FieldRule(real(lambda p: 0 < p <= 1, "must be in (0, 1]"), supported=True),
     "top_k": FieldRule(integer(-1, 2**63 - 1, "must be -1 or 0 (off) or larger"), supported=True),
     "min_p": FieldRule(real(lambda p: 0 <= p <= 1, "must be in [0, 1]"), supported=True),
@@ -160,7 +160,7 @@ FIELDS: Mapping[str, FieldRule] = MappingProxyType({
     "logprobs": FieldRule(_LOGPROBS, supported=True),
     "prompt_logprobs": FieldRule(_LOGPROBS, supported=True),
     "skip_special_tokens": FieldRule(boolean, supported=True),
-    "truncate_prompt_tokens": FieldRule(integer(1, 2**31 - 1, "must be 1 or larger"), supported=True),
+    "truncate_prompt_tokens": FieldRule(integer(1, 2**63 - 1, "must be 1 or larger"), supported=True),
     "json_schema": FieldRule(text(), supported=False),
     "json_object": FieldRule(boolean, supported=False, neutral=False),
     "regex": FieldRule(text(), supported=False),

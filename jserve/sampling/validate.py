@@ -142,7 +142,10 @@ def _room_after_prompt(num_prompt_tokens: int, max_tokens: int | None, model: Mo
     context, asked = model.context_length, "unset" if max_tokens is None else max_tokens
     if num_prompt_tokens == 0:
         raise invalid("prompt", "0 tokens", "an empty prompt is refused; this model adds no BOS token to start from")
-    if num_prompt_tokens > context or (num_prompt_tokens == context and max_tokens != 0):
+    if num_prompt_tokens > context:
+        raise invalid("prompt", f"{num_prompt_tokens} tokens", f"exceeds the context of {context} tokens "
+                      f"(max_tokens {asked})")
+    if num_prompt_tokens == context and max_tokens != 0:
         raise invalid("prompt", f"{num_prompt_tokens} tokens",
                       f"leaves no room for output (max_tokens {asked}) in the context of {context} tokens")
     room = context - num_prompt_tokens

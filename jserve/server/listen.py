@@ -12,7 +12,11 @@ from jserve.config import ConfigError, ServerSection
 
 
 def check_host(section: ServerSection) -> None:
-    """ConfigError where anybody on the network could call, and the config does not say that this is wanted."""
+    """ConfigError where anybody on the network could call, and the config does not say that this is wanted; or where a
+    port is none."""
+    for name, port in (("port", section.port), ("metrics_port", section.metrics_port)):
+        if port is not None and not 0 <= port <= 65535:
+            raise ConfigError(f"server.{name} = {port}: must be in 0..65535 (0 picks a free one)")
     if section.insecure or _is_loopback(section.host):
         return
     raise ConfigError(

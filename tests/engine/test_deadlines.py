@@ -24,7 +24,8 @@ def engine_after_work(seconds_a_step: float, num_waiting: int) -> HostEngine:
 
 
 def admit(host: HostEngine, deadline_s: float | None, min_tokens: int = 0, **scheduler) -> None:
-    front = SimpleNamespace(config=Config().replace("scheduler", **scheduler), _scheduler=host.scheduler)
+    section = {"deadline_admission": True, **scheduler}
+    front = SimpleNamespace(config=Config().replace("scheduler", **section), _scheduler=host.scheduler)
     deadline = None if deadline_s is None else time.monotonic() + deadline_s
     request = GenerateRequest(prompt_token_ids=[1] * 32, deadline=deadline)
     AsyncEngine._refuse_when_too_late(front, request, sampling(50, min_tokens=min_tokens), 32)
