@@ -2,7 +2,7 @@
 #
 #   make serve          installs into .venv, fetches SmolLM2, serves it           ARGS="--port 50052" adds flags
 #   make test           the tests, about 15 minutes on two cores                  PYTEST_ARGS="-k stop" narrows
-#   make test-compile   kernels through the real TPU and GPU compilers, no device (downloads about 1 GB)
+#   make test-compile   kernels through the real TPU compiler, no device (downloads about 400 MB)
 #   make test-next      engine and kernel tests with the newest jax, where a python3.12 is found
 #   make soak           the long tests
 #   make clean          removes the environments
@@ -73,7 +73,7 @@ test-compile:
 else
 .venv-compile/installed: pyproject.toml
 	@$(call environment,.venv-compile,$(PYTHON))
-	@echo "installing the TPU and GPU compilers (once; about 1 GB)"
+	@echo "installing the TPU compiler (once; about 400 MB)"
 	@.venv-compile/bin/python -m pip install --quiet --editable '.[compile]'
 	@touch $@
 
