@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 
 import pytest
@@ -24,7 +25,8 @@ SETTINGS = {
     "roomy": {},
     "budget of one token": {"scheduler": {"max_num_batched_tokens": 1, "max_num_seqs": 4}},
     "odd budget, no overlap": {"scheduler": {"max_num_batched_tokens": 17, "max_num_seqs": 3, "overlap": False}},
-    "a pool so small that sequences are preempted": {"kv": {"num_blocks": 9, "memory_bytes": None, "block_size": 16}},
+    "a pool so small that sequences wait": {"kv": {"num_blocks": 6, "memory_bytes": None, "block_size": 16}},
+    "preempted every fifth step": {},
     "no prefix cache, block of 4": {"kv": {"prefix_cache": False, "block_size": 4}},
 }
 CASES = [(heads, "roomy") for heads in HEADS] + [("grouped 3:1, head 64", name) for name in SETTINGS if name != "roomy"]
@@ -60,6 +62,8 @@ def test_tokens_equal_the_naive_ones_under_arrivals_and_cancels(heads, settings,
     work = [(prompt, rng.randrange(1, 20), rng.random() * 0.05, rng.random() < 0.2) for prompt in prompts * 3]
 
     with running_engine(path, **SETTINGS[settings]) as engine:
+        if settings == "preempted every fifth step":
+            force_preemptions(engine)
 
         async def one(prompt, num_tokens, delay_s, cancels):
             await asyncio.sleep(delay_s)
@@ -77,11 +81,23 @@ def test_tokens_equal_the_naive_ones_under_arrivals_and_cancels(heads, settings,
 
         results = run(everything())
         wait_idle(engine)
-        if "preempted" in settings:
+        if settings == "preempted every fifth step":
             assert engine.loads().num_preemptions > 0
     for (prompt, num_tokens, _, cancels), got in zip(work, results):
         want = expected(path, prompt, 20)[:num_tokens]
         assert got == (want[: len(got)] if cancels else want)
+
+
+def force_preemptions(engine) -> None:
+    """Preempts the last running sequence after every fifth step, whatever is in flight."""
+    check, steps = engine._loop.on_step, itertools.count(1)
+
+    def on_step(scheduler) -> None:
+        if next(steps) % 5 == 0 and (running := scheduler.running()):
+            scheduler._preempt(running[-1])
+        check(scheduler)
+
+    engine._loop.on_step = on_step
 
 
 def test_every_bucket_gives_the_same_tokens(tmp_path, expected):
