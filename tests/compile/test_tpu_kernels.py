@@ -2,6 +2,7 @@
 
 A mixed step compiles all three kernels.  Asserted besides acceptance: the pool is aliased to the byte, temporaries
 are far smaller than it, and no copy has its shape (aliased bytes alone do not show a copy).
+The whole matrix of shapes: `make test-compile PYTEST_ARGS='-m "compile and soak"'` besides `make test-compile`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ SHAPES = {
     "llama3-8b-int8": Shape(8, 4, 128, dtype="int8", has_scales=True),
     "llama3-8b-fp8": Shape(8, 4, 128, block_size=256, dtype="float8_e4m3fn", has_scales=True),
 }
+
+
+FEW_SHAPES = ("llama3-8b", "llama3-8b-tp8", "smollm2-135m", "llama3-8b-int8")
+"""Compiled for every target by `make test-compile`; the others are marked soak too, half an hour by themselves."""
 
 
 def compile_step(target, shape: Shape, num_tokens=512, num_rows=64, max_blocks=128, decode_only=False, num_devices=1):
@@ -118,7 +123,9 @@ def assert_pool_stays(compiled, pool_layout, num_layers=NUM_LAYERS, num_blocks=N
 
 
 @pytest.mark.parametrize("target", targets.SINGLE_DEVICE_TARGETS)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW_SHAPES else pytest.mark.soak) for name in SHAPES]
+)
 def test_mixed_step(name, target):
     compiled, pool_layout = compile_step(target, SHAPES[name])
     assert compiled.as_text().count("tpu_custom_call") == 3, "decode, write and chunks"
