@@ -3,7 +3,7 @@
 #   make serve          installs into .venv, fetches SmolLM2, serves it           ARGS="--port 50052" adds flags
 #   make test           the tests, about 15 minutes on two cores                  PYTEST_ARGS="-k stop" narrows
 #   make test-compile   kernels through the real TPU compiler, no device (downloads about 400 MB)
-#   make test-next      engine and kernel tests with the newest jax, where a python3.12 is found
+#   make test-next      engine and CPU kernel tests with the newest jax, where a python3.12 is found
 #   make soak           the long tests
 #   make clean          removes the environments
 
@@ -21,7 +21,8 @@ MODEL ?= smollm2-135m
 ARGS ?=
 JOBS ?= 2
 PYTEST_ARGS ?=
-NEXT_TESTS ?= $(wildcard tests/engine tests/pallas_kernels)
+# Not yet among them: the interpreted TPU kernels, which have been run with jax 0.10.2 only.
+NEXT_TESTS ?= tests/engine tests/pallas_kernels/test_paged_attention.py tests/pallas_kernels/test_block_copy.py
 COMPILE_TESTS := $(wildcard tests/compile/test_*.py tests/compile/*/test_*.py)
 
 comma := ,
@@ -84,9 +85,6 @@ endif
 ifeq ($(PYTHON_NEXT),)
 test-next:
 	@echo "test-next: no python3.12 or newer found (PYTHON_NEXT=... names one); nothing was run"
-else ifeq ($(NEXT_TESTS),)
-test-next:
-	@echo "test-next: no tests in tests/engine or tests/pallas_kernels yet; nothing was run"
 else
 .venv-next/installed: pyproject.toml
 	@$(call environment,.venv-next,$(PYTHON_NEXT))
