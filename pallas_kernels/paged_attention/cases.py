@@ -6,6 +6,7 @@ what no sequence owns with NaN and padding tokens with garbage when asked to, so
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field, replace
 
@@ -177,16 +178,16 @@ class Inputs:
     """sinks, k_scale and v_scale, where the case has them."""
 
     def attend(self, implementation: str, layer: int = 0) -> tuple[jax.Array, jax.Array]:
-        """(out, pool); compiles for this case."""
+        """(out, pool); call under jit."""
         spec = self.case.spec
-
-        def step(q, k, v, pool, batch, extras):
-            metadata = prepare(batch, q.shape[0], self.layout, spec, implementation)
-            return paged_attention(
-                q, k, v, pool, layer, metadata, layout=self.layout, spec=spec, implementation=implementation, **extras
-            )
-
-        return jax.jit(step)(self.q, self.k, self.v, self.pool, self.batch, self.extras)
+        metadata = prepare(self.batch, self.q.shape[0], self.layout, spec, implementation)
+        return paged_attention(
+            *(self.q, self.k, self.v, self.pool, layer, metadata),
+            layout=self.layout,
+            spec=spec,
+            implementation=implementation,
+            **self.extras,
+        )
 
 
 def build(
@@ -196,73 +197,84 @@ def build(
     *,
     compute_dtype="float32",
     num_layers: int = 1,
+    num_blocks: int | None = None,
+    max_blocks: int | None = None,
     seed: int = 0,
     poison: bool = False,
 ) -> Inputs:
     """Standard normal q, k, v and contexts in randomly permuted blocks.  8-bit pools come with a scale per kv head.
 
+    num_blocks, max_blocks: of the pool and of a table row, unless what the case needs is enough.  With num_blocks given, the
+    same seed gives live tokens and contexts the same values in every bucket.
     poison: NaN (an integer pool: its largest value) wherever no sequence has written, the dead block and freed blocks
     included, and NaN in padding tokens.
     """
-    rng = np.random.default_rng(seed)
-    pool_layout = layout(platform, case.heads.num_kv_heads, case.heads.head_dim, case.block_size, dtype)
-    tables, written = _allocate(case, rng)
-    lens, new = case.kv_lens, np.zeros(case.num_rows, np.int32)
+    heads = case.heads
+    pool_layout = layout(platform, heads.num_kv_heads, heads.head_dim, case.block_size, dtype)
+    tables, written = _allocate(case, num_blocks, max_blocks, seed)
+    new = np.zeros(case.num_rows, np.int32)
     new[: len(case.rows)] = [count for _, count in case.rows]
-    live = lens > 0 if case.decode_only else np.arange(case.num_tokens) < new.sum()
+    live = new > 0 if case.decode_only else np.arange(case.num_tokens) < new.sum()
     cu_q_lens = np.concatenate([[0], np.cumsum(new)])
-    batch = RaggedBatch(*(jnp.asarray(x, jnp.int32) for x in (tables, lens, cu_q_lens, case.num_decodes)))
+    geometry = (tables, case.kv_lens, cu_q_lens, np.asarray(case.num_decodes))
+    batch = RaggedBatch(*(jnp.asarray(x.astype(np.int32)) for x in geometry))
 
-    normal = lambda *shape: _normal(rng, *shape)
-    num_heads, num_kv_heads, head_dim = case.heads.num_heads, case.heads.num_kv_heads, case.heads.head_dim
-    extras = {"sinks": jnp.asarray(normal(num_heads))} if case.heads.has_sinks else {}
+    extras = {"sinks": jnp.asarray(_normal((seed, 0), heads.num_heads))} if heads.has_sinks else {}
     if pool_layout.dtype.itemsize == 1:
         for name in ("k_scale", "v_scale"):
-            extras[name] = jnp.asarray(rng.uniform(0.02, 0.03, num_kv_heads), jnp.float32)
-    scales = [extras.get("k_scale"), extras.get("v_scale")]
+            extras[name] = jnp.asarray(np.linspace(0.02, 0.03, heads.num_kv_heads), jnp.float32)
 
-    @jax.jit
-    def layer_of_pool(k, v, written):
-        packed = pack(k, v, pool_layout, *scales).reshape(*written.shape, *pool_layout.shape(1, 1)[2:4], -1)
-        blocks = jnp.moveaxis(packed, 1, 3)  # [B, K, planes, P, lanes]
-        return jnp.where(written[:, None, None, :, None], blocks, _garbage(pool_layout)) if poison else blocks
+    def tokens(stream: int, count: int) -> jax.Array:
+        x = _normal((seed, stream), case.num_tokens, count, heads.head_dim)
+        return jnp.asarray(np.where(live[:, None, None], x, np.nan if poison else 0).astype(jnp.dtype(compute_dtype)))
 
-    def tokens(count):
-        x = normal(case.num_tokens, count, head_dim)
-        return jnp.asarray(np.where(live[:, None, None], x, np.nan if poison else 0), compute_dtype)
+    def pool_of_layer(layer: int) -> jax.Array:
+        slots = (_normal((seed, 4 + i, layer), written.size, heads.num_kv_heads, heads.head_dim) for i in range(2))
+        scales = extras.get("k_scale"), extras.get("v_scale")
+        return _pool_of_layer(*slots, *scales, written, layout=pool_layout, poison=poison)
 
-    slots = (written.size, num_kv_heads, head_dim)
-    pool = jnp.stack([layer_of_pool(normal(*slots), normal(*slots), written) for _ in range(num_layers)])
     owned = np.zeros(written.shape[0], bool)
     owned[tables] = True
     owned[DEAD_BLOCK] = False
-    q, k, v = tokens(num_heads), tokens(num_kv_heads), tokens(num_kv_heads)
+    q, k, v = (tokens(i, n) for i, n in ((1, heads.num_heads), (2, heads.num_kv_heads), (3, heads.num_kv_heads)))
+    pool = jnp.asarray(np.stack([pool_of_layer(layer) for layer in range(num_layers)]))
     return Inputs(case, pool_layout, batch, q, k, v, pool, live, owned, extras)
 
 
-def _allocate(case: Case, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def _allocate(
+    case: Case, num_blocks: int | None, max_blocks: int | None, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Block tables, and bool[B, P]: slots that hold a token before the step.  Blocks behind the window are freed."""
-    size, lens = case.block_size, case.kv_lens
-    tables = np.zeros((case.num_rows, max(1, -(-int(lens.max(initial=0)) // size) + 1)), np.int32)
-    num_blocks = 1 + int((-(-lens // size)).sum()) + 2
-    free = iter(1 + rng.permutation(num_blocks - 1))
+    size, blocks_of_row = case.block_size, -(-case.kv_lens // case.block_size)
+    tables = np.zeros((case.num_rows, max_blocks or int(blocks_of_row.max(initial=0)) + 1), np.int32)
+    num_blocks = num_blocks or int(blocks_of_row.sum()) + 3
+    free = iter(1 + np.random.default_rng(seed).permutation(num_blocks - 1))
     written = np.zeros((num_blocks, size), bool)
-    for row, (context, new) in enumerate(case.rows):
+    for row, (context, _) in enumerate(case.rows):
         window = case.heads.sliding_window
         first = 0 if window is None else max(0, context + 1 - window) // size
-        for index in range(first, -(-int(lens[row]) // size)):
+        for index in range(first, int(blocks_of_row[row])):
             tables[row, index] = next(free)
             written[tables[row, index]] = np.arange(size) < context - index * size
     return tables, written
 
 
-def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def _normal(seed: tuple[int, ...], *shape: int) -> np.ndarray:
     """Float32 standard normal; above a million values they repeat with a prime period, which is quick and harmless."""
-    return np.resize(rng.standard_normal(min(math.prod(shape), 1_000_003), np.float32), shape)
+    count = min(math.prod(shape), 1_000_003)
+    return np.resize(np.random.default_rng(seed).standard_normal(count, np.float32), shape)
 
 
-def _garbage(pool_layout: PoolLayout) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("layout", "poison"))
+def _pool_of_layer(k, v, k_scale, v_scale, written, *, layout: PoolLayout, poison: bool) -> jax.Array:
+    """Keys and values [B * P, K, H] as one layer of a pool, with garbage where bool[B, P] `written` says so."""
+    packed = pack(k, v, layout, k_scale, v_scale).reshape(*written.shape, -1, layout.planes, layout.lanes)
+    blocks = jnp.moveaxis(packed, 1, 3)  # [B, K, planes, P, lanes]
+    return jnp.where(written[:, None, None, :, None], blocks, _garbage(layout)) if poison else blocks
+
+
+def _garbage(layout: PoolLayout) -> jax.Array:
     """One element of the pool that no correct step may read."""
-    if jnp.issubdtype(pool_layout.dtype, jnp.integer):
-        return jnp.asarray(jnp.iinfo(pool_layout.dtype).max, pool_layout.storage_dtype)
-    return jnp.full((), jnp.nan, pool_layout.dtype).view(pool_layout.storage_dtype)
+    if jnp.issubdtype(layout.dtype, jnp.integer):
+        return jnp.asarray(jnp.iinfo(layout.dtype).max, layout.storage_dtype)
+    return jnp.full((), jnp.nan, layout.dtype).view(layout.storage_dtype)
