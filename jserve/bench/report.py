@@ -40,7 +40,13 @@ class RequestRecord:
     end: float
     cached_tokens: int = 0
     error: str | None = None
-    """None: completed.  Otherwise a gRPC code's name, `empty` (no token) or `cut` (no finish_reason)."""
+    """None: completed.  Otherwise a gRPC code's name, `empty` (no token), `cut` (no finish_reason) or `stalled`."""
+    token_ids: tuple[int, ...] = ()
+    """The output, where the server tells ids."""
+    due: float | None = None
+    """When an open loop wanted it sent."""
+    queue_s: float | None = None
+    """Seconds that it waited in the server, where the server tells."""
 
     @property
     def output_tokens(self) -> int:
@@ -69,8 +75,14 @@ class RequestRecord:
         return gaps
 
 
-def summarize(records: Sequence[RequestRecord], percentiles: Sequence[float] = (99,)) -> dict[str, object]:
-    """The figures of one run.  `duration` is from the first start to the last end, failures included."""
+def summarize(
+    records: Sequence[RequestRecord], percentiles: Sequence[float] = (99,), goodput: Mapping[str, float] | None = None
+) -> dict[str, object]:
+    """The figures of one run.  `duration` is from the first start to the last end, failures included.
+
+    Args:
+      goodput: targets in ms by metric; requests that keep all of them are counted apart.
+    """
     done = [record for record in records if record.error is None]
     begin = min((record.start for record in records), default=0.0)
     duration = max((record.end for record in records), default=0.0) - begin
@@ -99,7 +111,26 @@ def summarize(records: Sequence[RequestRecord], percentiles: Sequence[float] = (
     }
     for metric, seconds in samples.items():
         figures |= _statistics(metric, seconds, percentiles)
+    queues = [record.queue_s for record in done if record.queue_s is not None]
+    if queues:
+        figures["mean_queue_ms"] = 1e3 * float(np.mean(queues))
+    if goodput:
+        num_good = sum(keeps(record, goodput) for record in done)
+        figures |= {
+            "request_goodput": _rate(num_good, duration),
+            "good_requests": num_good,
+            "goodput_targets_ms": dict(goodput),
+        }
     return figures
+
+
+def keeps(record: RequestRecord, targets_ms: Mapping[str, float]) -> bool:
+    """Whether a completed request keeps every target; of its gaps, each one has to."""
+    for metric, target in targets_ms.items():
+        value = max(record.itls, default=0.0) if metric == "itl" else getattr(record, metric)
+        if value is not None and 1e3 * value > target:
+            return False
+    return True
 
 
 def details(records: Sequence[RequestRecord]) -> dict[str, object]:
@@ -111,6 +142,7 @@ def details(records: Sequence[RequestRecord]) -> dict[str, object]:
         "start_times": [record.start for record in records],
         "ttfts": [record.ttft if record else 0.0 for record in done],
         "itls": [record.itls if record else [] for record in done],
+        "output_token_ids": [list(record.token_ids) for record in records],
         "request_errors": [record.error or "" for record in records],
     }
 
@@ -138,21 +170,28 @@ def render(
     for label, key, form in (
         ("Successful requests:", "completed", "{}"),
         ("Failed requests:", "failed", "{}"),
+        ("Not sent:", "not_sent", "{}"),
         ("Maximum request concurrency:", "max_concurrency", "{}"),
+        ("Request rate configured (RPS):", "request_rate", "{}"),
         ("Benchmark duration (s):", "duration", "{:.2f}"),
         ("Total input tokens:", "total_input_tokens", "{}"),
         ("Total generated tokens:", "total_output_tokens", "{}"),
         ("Request throughput (req/s):", "request_throughput", "{:.2f}"),
+        ("Request goodput (req/s):", "request_goodput", "{:.2f}"),
         ("Output token throughput (tok/s):", "output_throughput", "{:.2f}"),
         ("Peak output token throughput (tok/s):", "max_output_tokens_per_s", "{:.2f}"),
         ("Peak concurrent requests:", "max_concurrent_requests", "{}"),
         ("Total Token throughput (tok/s):", "total_token_throughput", "{:.2f}"),
         ("Cached share of input tokens (%):", "cached_token_share", "{:.1%}"),
         ("Padded share of computed tokens (%):", "padded_token_share", "{:.1%}"),
+        ("Prefix cache hit rate (%):", "prefix_cache_hit_rate", "{:.1%}"),
+        ("Preemptions:", "num_preemptions", "{}"),
         ("Compiles after ready:", "compiles_after_ready", "{}"),
     ):
         if report.get(key) is not None:
             lines.append(f"{label:<40} {form.format(report[key]).rstrip('%'):<10}".rstrip())
+    if report.get("stopped"):
+        lines.append(f"Stopped early: {report['stopped']}")
     for error, count in dict(report.get("errors") or {}).items():
         lines.append(f"{f'  failed with {error}:':<40} {count}")
     for metric in metrics:

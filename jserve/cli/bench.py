@@ -11,23 +11,26 @@ import sys
 import time
 from collections.abc import Callable
 
-from jserve.bench import latency, report, startup, throughput
-from jserve.bench.load import RandomLoad
-from jserve.cli import bench_host, bench_simulate
+from jserve.bench import latency, startup, throughput
+from jserve.bench.driver import engine_stream, measure
+from jserve.bench.load import RandomLoad, ordinary_token_ids
+from jserve.cli import bench_compare, bench_host, bench_serve, bench_simulate
 from jserve.cli.bench_flags import add_load_flags, add_startup_flags
+from jserve.cli.bench_load import deliver, load_from, save
 from jserve.cli.command import Command
 from jserve.cli.flags import NEAR, config_from, config_to_flags
 from jserve.cli.progress import StartReport
 from jserve.config import Config, ConfigError
 from jserve.local_engine import start_engine
 
-NOT_BUILT = ("serve", "kernels", "compare")
-DATASETS_NOT_BUILT = ("shared-prefix", "trace", "jsonl")
+NOT_BUILT = ("kernels",)
 STARTUP_PROMPT_TOKENS = 16
 
 USAGE = """\
 usage: jserve bench MODE [flags]        jserve bench MODE --help tells more
 
+  serve        a load against a running server: rates, concurrency, latency limits, sweeps
+  compare      two saved reports, as ratios
   throughput   output tokens a second of the engine in this process, many requests at once
   latency      what a single stream feels: time to first token, time per token, percentiles
   startup      seconds from launch to ready and to the first token, cold and warm, by phase
@@ -56,34 +59,20 @@ def find(rest: list[str]) -> tuple[str, Command | None, list[str]]:
 
 
 def _run_load(run: Callable, arguments: argparse.Namespace) -> int:
-    if arguments.dataset_name != "random":
-        problem = "not built yet" if arguments.dataset_name in DATASETS_NOT_BUILT else "unknown"
-        print(f"jserve bench: --dataset-name {arguments.dataset_name}: {problem}; use random", file=sys.stderr)
-        return 2
-    load = RandomLoad(
-        num_prompts=arguments.num_prompts,
-        input_len=arguments.random_input_len,
-        output_len=arguments.random_output_len,
-        range_ratio=arguments.random_range_ratio,
-        ignore_eos=arguments.ignore_eos,
-        temperature=arguments.temperature,
-        seed=arguments.seed,
-    )
+    load = load_from(arguments)
     options = {"concurrency": arguments.max_concurrency} if "max_concurrency" in arguments else {}
     options |= {
         "num_warmups": arguments.num_warmups,
         "percentiles": arguments.metric_percentiles,
-        "with_details": arguments.save_detailed,
+        "goodput": arguments.goodput,
     }
-    figures = asyncio.run(
+    figures, records = asyncio.run(
         _measured(config_from(arguments), functools.partial(run, load=load, **options), load.num_prompts)
     )
-    text = report.render(figures, arguments.metric_percentiles, arguments.percentile_metrics)
-    _deliver(figures, text, arguments)
-    return 1 if figures["failed"] else 0
+    return deliver(figures, records, arguments)
 
 
-async def _measured(config: Config, run: Callable, num_prompts: int) -> dict[str, object]:
+async def _measured(config: Config, run: Callable, num_prompts: int):
     start = StartReport()
     engine = await start_engine(config, start)
     start.progress("requests", 0, num_prompts)
@@ -116,22 +105,21 @@ def _run_startup(arguments: argparse.Namespace) -> int:
         figures = startup.run(flags, on_disk.model.path, arguments.num_warm, line)
     except startup.StartFailed as error:
         raise ConfigError(str(error)) from None
-    _deliver(figures, startup.render(figures), arguments)
+    print(json.dumps(figures) if arguments.json else startup.render(figures))
+    save(figures, arguments)
     return 0
 
 
 async def _start_once(config: Config) -> int:
     """One start as the child of `bench startup`: a JSON line of timestamps on stdout."""
-    from jserve.bench.load import measure
-
     began_at = time.time()
     phases = StartReport(quiet=True)
     engine = await start_engine(config, phases)
     ready_at = time.time()
     load = RandomLoad(num_prompts=1, input_len=STARTUP_PROMPT_TOKENS, output_len=1).checked(engine.info.context_length)
-    token_ids = throughput.ordinary_token_ids(engine.info)
+    token_ids = ordinary_token_ids(engine.info)
     asked_at = time.time()
-    record = await measure(engine, load.requests(token_ids)[0])
+    record = await measure(engine_stream(engine), load.requests(token_ids)[0])
     answer = {
         "began_at": began_at,
         "ready_at": ready_at,
@@ -147,13 +135,9 @@ async def _start_once(config: Config) -> int:
     return 1 if record.error else 0
 
 
-def _deliver(figures: dict[str, object], text: str, arguments: argparse.Namespace) -> None:
-    print(json.dumps(figures) if arguments.json else text)
-    if arguments.save_result:
-        print(f"saved {report.save(figures, arguments.result_dir)}", file=sys.stderr)
-
-
 COMMANDS = {
+    "serve": bench_serve.COMMAND,
+    "compare": bench_compare.COMMAND,
     "throughput": Command(
         usage="[--max-concurrency N] [--model MODEL] [flags]",
         summary="Output tokens a second of the engine in this process; start-up and warm-up are outside the figures.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 
+from jserve.cli.bench_flags import MergeTargets, target
 from jserve.cli.number_flags import number, number_list, percentages, whole, whole_list
 from jserve.planner.devices import DEVICES
 from jserve.planner.roofline import BYTES_OF
@@ -120,7 +121,7 @@ def _add_output(group) -> None:
         "--capacity", type=number_list, metavar="LIST",
         help="requests a second at these targets for P99 TBT, in ms",
     )
-    group.add_argument("--goodput", type=_targets, nargs="+", action=_Merge, metavar="NAME:MS", help="ttft:200 tpot:50")
+    group.add_argument("--goodput", type=target, nargs="+", action=MergeTargets, metavar="NAME:MS", help="ttft:200 tpot:50")
     group.add_argument("--metric-percentiles", type=percentages, default=(99.0,), metavar="LIST", help="[99]")
     group.add_argument(
         "--plot", metavar="FILE",
@@ -133,13 +134,3 @@ def _add_output(group) -> None:
     group.add_argument("--json", action="store_true", help="print the report as one JSON object")
     group.add_argument("--save-result", action="store_true", help="also write it as a file")
     group.add_argument("--result-dir", default="results", metavar="FOLDER", help="[%(default)s]")
-
-
-class _Merge(argparse.Action):
-    def __call__(self, parser, namespace, values, option_string=None):
-        setattr(namespace, self.dest, {name: ms for one in values for name, ms in one.items()})
-
-
-def _targets(text: str) -> dict[str, float]:
-    name, _, value = text.partition(":")
-    return {name: number(above=True)(value)}

@@ -22,7 +22,7 @@ COMPARED = (
     ("Padded share (%)", "padded_token_share", "{:.1%}"),
     ("Output tokens/s", "output_throughput", "{:,.1f}"),
     ("All tokens/s", "total_token_throughput", "{:,.1f}"),
-    ("Goodput (req/s)", "goodput", "{:,.2f}"),
+    ("Goodput (req/s)", "request_goodput", "{:,.2f}"),
     ("Median queueing (ms)", "median_queue_ms", "{:,.1f}"),
     ("Mean TTFT (ms)", "mean_ttft_ms", "{:,.1f}"),
     ("P99 TTFT (ms)", "p99_ttft_ms", "{:,.1f}"),
@@ -44,7 +44,7 @@ def figures(run: Run, percentiles: Sequence[float], goodput: dict[str, float] | 
     useful, computed = np.array(run.step_useful or [0]), np.array(run.step_computed or [0])
     num_places = run.num_steps * run.num_rows
     return {
-        **report.summarize(records, percentiles),
+        **report.summarize(records, percentiles, goodput),
         "num_steps": run.num_steps,
         "num_rows": run.num_rows,
         "padded_token_share": 1 - run.useful_share,
@@ -55,7 +55,6 @@ def figures(run: Run, percentiles: Sequence[float], goodput: dict[str, float] | 
         "mean_step_ms": 1e3 * float(np.mean(run.step_seconds or [0.0])),
         "median_queue_ms": 1e3 * float(np.median(waits)),
         "p99_queue_ms": 1e3 * float(np.percentile(waits, 99)),
-        **({"goodput": _goodput(records, goodput), "goodput_targets_ms": goodput} if goodput else {}),
     }
 
 
@@ -96,18 +95,3 @@ def comparison(answers: dict[str, dict[str, object]]) -> str:
             shown = ["-" if value is None else form.format(value).rstrip("%") for value in values]
             lines.append(f"{label:<32}" + "".join(f"{text:>16}" for text in shown))
     return "\n".join(lines)
-
-
-def _goodput(records: Sequence[report.RequestRecord], targets_ms: dict[str, float]) -> float:
-    """Requests a second that keep every target."""
-    done = [record for record in records if record.error is None]
-    duration = max((r.end for r in records), default=0.0) - min((r.start for r in records), default=0.0)
-
-    def keeps(record: report.RequestRecord) -> bool:
-        for metric, target in targets_ms.items():
-            value = max(record.itls, default=0.0) if metric == "itl" else getattr(record, metric)
-            if value is not None and 1e3 * value > target:
-                return False
-        return True
-
-    return sum(map(keeps, done)) / duration if duration > 0 else 0.0

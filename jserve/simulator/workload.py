@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from jserve.config import ConfigError
+from jserve.bench import trace
+from jserve.bench.arrivals import arrival_times
+
+__all__ = ["Lengths", "SimRequest", "StallLoad", "arrival_times", "lognormal_lengths", "read_trace", "uniform_lengths"]
 
 
 @dataclass(frozen=True)
@@ -75,63 +77,13 @@ def lognormal_lengths(
     return Lengths(np.minimum(draw(*prompt, context - 1), context - outputs), outputs)
 
 
-def arrival_times(count: int, rate: float, burstiness: float, seed: int) -> np.ndarray:
-    """Seconds of `count` arrivals at `rate` a second, gaps gamma distributed: burstiness 1 is Poisson, less: burstier.
-    An infinite rate: all at once."""
-    if math.isinf(rate):
-        return np.zeros(count)
-    gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
-    return np.cumsum(gaps) - gaps[0]
-
-
-PROMPT_KEYS = ("prompt_tokens", "input_len", "prompt_len", "input_length", "ContextTokens")
-OUTPUT_KEYS = ("output_tokens", "output_len", "completion_tokens", "output_length", "GeneratedTokens")
-ARRIVAL_KEYS = ("arrival", "arrival_s", "timestamp")
-
-
 def read_trace(path: str | Path) -> tuple[list[SimRequest], bool]:
-    """One request a line, JSON: `{"prompt_tokens": 120, "output_tokens": 64, "arrival": 0.5}`; (requests, whether all
-    have arrival times).
-
-    Raises:
-      ConfigError: naming file, line and what was expected.
-    """
-    rows: list[tuple[int, int, float | None]] = []
-    for number, line in enumerate(Path(path).read_text().splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(_row(json.loads(line)))
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(
-                f"{path}:{number}: {error}; expected a line such as"
-                ' {"prompt_tokens": 120, "output_tokens": 64, "arrival": 0.5}'
-            ) from None
-    if not rows:
-        raise ConfigError(f"{path}: holds no request")
-    timed = all(arrival is not None for _, _, arrival in rows)
-    if timed:
-        rows.sort(key=lambda row: row[2])
-    begin = rows[0][2] if timed else 0.0
+    """(requests, whether all have arrival times) of a file that `bench.trace` reads."""
+    rows = trace.read(path)
     requests = [
-        SimRequest(number, arrival - begin if timed else 0.0, prompt, output)
-        for number, (prompt, output, arrival) in enumerate(rows)
+        SimRequest(number, row.start_s or 0.0, row.prompt_tokens, row.output_tokens) for number, row in enumerate(rows)
     ]
-    return requests, timed
-
-
-def _row(line: object) -> tuple[int, int, float | None]:
-    if not isinstance(line, dict):
-        raise ValueError("not an object")
-
-    def find(keys: Sequence[str], default=None):
-        return next((line[key] for key in keys if key in line), default)
-
-    prompt, output, arrival = find(PROMPT_KEYS), find(OUTPUT_KEYS, 1), find(ARRIVAL_KEYS)
-    for name, value in (("prompt_tokens", prompt), ("output_tokens", output)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} = {value!r}")
-    return prompt, output, None if arrival is None else float(arrival)
+    return requests, rows[0].start_s is not None
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ import json
 import pytest
 
 from jserve.bench import latency, throughput
-from jserve.bench.load import RandomLoad, measure, ordinary_token_ids, run_closed
+from jserve.bench.driver import engine_stream, measure, run_closed
+from jserve.bench.load import RandomLoad, ordinary_token_ids
 from jserve.config import ConfigError
 from jserve.request import Code, FinishReason, GenerateRequest, GenerateUpdate, OutputDelta, RequestError, Usage
 from tests.support.in_process import InProcessEngine
@@ -65,7 +66,7 @@ class Scripted:
 
 
 async def measured(steps, ending="usage"):
-    return await measure(Scripted(steps, ending), GenerateRequest(prompt_token_ids=[1] * 7))
+    return await measure(engine_stream(Scripted(steps, ending)), GenerateRequest(prompt_token_ids=[1] * 7))
 
 
 async def test_a_stream_with_a_known_schedule():
@@ -90,7 +91,7 @@ async def test_a_closed_loop_keeps_so_many_open_and_answers_in_order():
     engine = InProcessEngine(step_s=0.001)
     requests = RandomLoad(30, 4, 5, range_ratio=1.0, seed=3).requests(IDS)
     done = []
-    records = await run_closed(engine, requests, 4, done.append)
+    records = await run_closed(engine_stream(engine), requests, 4, on_done=done.append)
     assert engine.most_open == 4
     assert [record.output_tokens for record in records] == [r.sampling_params.max_tokens for r in requests]
     assert len(done) == 30
@@ -98,19 +99,19 @@ async def test_a_closed_loop_keeps_so_many_open_and_answers_in_order():
 
 async def test_a_report_of_a_whole_run():
     engine = InProcessEngine(step_s=0.0005)
-    figures = await throughput.run(engine, RandomLoad(12, 8, 6), concurrency=3, num_warmups=2, with_details=True)
+    figures, records = await throughput.run(engine, RandomLoad(12, 8, 6), concurrency=3, num_warmups=2)
     assert (figures["completed"], figures["failed"]) == (12, 0)
     assert figures["total_input_tokens"] == 12 * 8 and figures["total_output_tokens"] == 12 * 6, "no warm-up in it"
     assert figures["max_concurrency"] == 3 and figures["max_concurrent_requests"] == 3
     assert figures["padded_token_share"] == pytest.approx(0.75)
     assert figures["compiles_after_ready"] == 0
     assert isinstance(figures["seed"], int) and figures["mode"] == "throughput"
-    assert len(engine.requests) == 14 and figures["output_lens"] == [6] * 12
+    assert len(engine.requests) == 14 and [record.output_tokens for record in records] == [6] * 12
     json.dumps(figures)
 
 
 async def test_latency_has_one_request_open():
     engine = InProcessEngine()
-    figures = await latency.run(engine, RandomLoad(5, 8, 6), percentiles=latency.PERCENTILES)
+    figures, _ = await latency.run(engine, RandomLoad(5, 8, 6), percentiles=latency.PERCENTILES)
     assert engine.most_open == 1 and figures["max_concurrency"] == 1
     assert figures["p10_ttft_ms"] <= figures["p90_ttft_ms"]

@@ -44,11 +44,11 @@ def test_a_failed_request_is_counted_and_fails_the_command(capsys, engine):
     "flags, message",
     [
         (["--num-prompts", "0"], "expected an integer of at least 1"),
-        (["--random-range-ratio", "2"], "expected a number from 0 to 1"),
-        (["--metric-percentiles", "101"], "expected numbers from 0 to 100"),
+        (["--random-range-ratio", "2"], "expected a number of at least 0 and at most 1"),
+        (["--metric-percentiles", "101"], "expected a number of at least 0 and at most 100"),
         (["--percentile-metrics", "ttft,x"], "expected some of ttft,tpot,itl,e2el"),
-        (["--dataset-name", "trace"], "not built yet"),
-        (["--dataset-name", "x"], "unknown"),
+        (["--dataset-name", "x"], "invalid choice"),
+        (["--goodput", "speed:3"], "expected some of ttft,tpot,itl,e2el"),
         (["--request-rate", "3"], "unknown flag --request-rate"),
     ],
 )

@@ -36,7 +36,7 @@ def raising(error):
         (["replay", "no-such-file"], 1),
         (["bench"], 2),
         (["bench", "--help"], 0),
-        (["bench", "serve"], 2),
+        (["bench", "kernels"], 2),
         (["bench", "latencyy"], 2),
         (["bench", "latency", "--help"], 0),
         (["serve", "--prot", "1"], 2),
