@@ -89,6 +89,7 @@ class LoadsCollector:
         yield self._gauge("num_requests_running", "Sequences that run", loads.num_running)
         yield self._gauge("num_requests_waiting", "Sequences that wait", loads.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", loads.kv_usage)
+        yield self._gauge("kv_blocks_saved", "KV blocks that sharing saves running sequences", loads.num_saved_blocks)
         counters = {
             "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache", loads.prefix_cache_queried_tokens),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", loads.prefix_cache_hit_tokens),

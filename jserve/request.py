@@ -157,6 +157,9 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     n: int = 1
+    """Outputs that are sent."""
+    best_of: int = 1
+    """Outputs that are generated; where they are more than n, the best by mean logprob are sent, at the end."""
 
 
 @dataclass(frozen=True)

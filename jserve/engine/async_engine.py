@@ -176,17 +176,21 @@ class AsyncEngine:
     def _make_stream(
         self, request: GenerateRequest, request_id: str, prompt: list[int], sampling: Sampling, arrival: float
     ) -> RequestStream:
-        sequence = Sequence(
-            request_id,
-            np.asarray(prompt, np.int32),
-            sampling,
-            priority=request.priority or 0,
-            arrival=arrival,
-            salt=sequence_salt(tenant=request.tenant, cache_salt=request.cache_salt),
-            use_prefix_cache=not request.bypass_prefix_cache and sampling.prompt_logprobs is None,
-            tenant=request.tenant or "",
-        )
-        return RequestStream(request_id, [sequence], Channel(asyncio.get_running_loop()), self.tokenizer)
+        sequences = [
+            Sequence(
+                request_id,
+                np.asarray(prompt, np.int32),
+                sampling,
+                index=index,
+                priority=request.priority or 0,
+                arrival=arrival,
+                salt=sequence_salt(tenant=request.tenant, cache_salt=request.cache_salt),
+                use_prefix_cache=not request.bypass_prefix_cache and sampling.prompt_logprobs is None,
+                tenant=request.tenant or "",
+            )
+            for index in range(sampling.best_of)
+        ]
+        return RequestStream(request_id, sequences, Channel(asyncio.get_running_loop()), self.tokenizer)
 
     def _refuse_unless_ready(self) -> None:
         if self._state != "ready":
@@ -262,6 +266,7 @@ class AsyncEngine:
             num_total_blocks=blocks.num_total_blocks,
             num_free_blocks=blocks.num_free_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
+            num_saved_blocks=blocks.num_saved_blocks,
             num_preemptions=self._scheduler.num_preemptions,
             preempted_tokens_lost=self._scheduler.num_preempted_tokens,
             num_steps=totals.num_steps,

@@ -354,6 +354,7 @@ def _wire(
         eos_token_ids=eos_token_ids,
         generation_defaults=defaults,
         max_pool_tokens=memory.num_tokens,
+        block_size=config.kv.block_size,
         num_real_tokens=tokenizer.vocab_size,
     )
     engine = AsyncEngine(

@@ -53,6 +53,8 @@ class Loads:
     num_free_blocks: int
     num_cached_blocks: int
     """Blocks that nobody owns but the prefix cache still finds."""
+    num_saved_blocks: int
+    """Blocks that running sequences would need on top of the used ones if none were shared."""
     num_preemptions: int
     preempted_tokens_lost: int
     num_steps: int

@@ -225,7 +225,7 @@ class EngineLoop:
     def _add(self, sequences: list[Sequence]) -> None:
         self._live[sequences[0].request_id] = list(sequences)
         for sequence in sequences:
-            self._scheduler.add(sequence)
+            self._scheduler.add(sequence, None if sequence is sequences[0] else sequences[0])
             if self._log is not None:
                 self._log.arrived(sequence)
 

@@ -106,7 +106,7 @@ class _Replayer:
             use_prefix_cache=not record.get("no_cache", False), tenant=record.get("tenant", ""),
         )
         sequence.stop_ids = frozenset([STOP_TOKEN])
-        self._scheduler.add(sequence)
+        self._scheduler.add(sequence, self._sequences[record["of"]] if "of" in record else None)
         if sequence.order != record["a"]:
             raise ValueError(f"arrival {record['a']} where {sequence.order} was expected")
         self._sequences[sequence.order] = sequence

@@ -85,6 +85,8 @@ class StepLog:
             "at": sequence.arrival,
             "blocks": base64.b64encode(blocks.tobytes()).decode(),
         }
+        if sequence.group is not None and sequence is not sequence.group.members[0]:
+            record["of"] = sequence.group.members[0].order
         if sequence.priority:
             record["priority"] = sequence.priority
         if sequence.salt:

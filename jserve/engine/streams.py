@@ -7,6 +7,7 @@ its client: the first reason wins, whatever arrives later for that output is dro
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -60,6 +61,8 @@ class RequestStream:
     outputs: list[_Output] = field(default_factory=list)
     prompt_scores: list[PositionLogprobs | None] | None = None
     prompt_scores_sent: bool = False
+    held: dict[int, OutputDelta] = field(default_factory=dict)
+    """With best_of > n: the outputs so far, of which the best are sent at the end."""
     first_token: float | None = None
     last_token: float | None = None
     done: bool = False
@@ -82,6 +85,13 @@ class RequestStream:
             )
         if sampling.prompt_logprobs is not None:
             self.prompt_scores = [None] * self.sequences[0].num_prompt
+
+
+    @property
+    def ranks(self) -> bool:
+        """Only the best outputs are sent, once all have ended."""
+        sampling = self.sequences[0].sampling
+        return sampling.best_of > sampling.n
 
 
 class OutputThread:
@@ -185,7 +195,7 @@ class OutputThread:
         now, step, sampling = result.time, result.output, sequence.sampling
         self._observe_token(stream, output, now)
         self._send_prompt_scores(stream, update)  # complete with the step that samples the first token
-        delta = self._delta(update, sequence.index)
+        delta = self._delta(stream, update, sequence.index)
         output.num_tokens += 1
         output.cumulative_logprob += float(step.logprobs[row]) if step.logprobs is not None else 0.0
         delta.token_ids.append(token_id)
@@ -213,7 +223,7 @@ class OutputThread:
         """Ends an output whose last token came earlier: abort, outgrown pool, prompt only."""
         output = stream.outputs[sequence.index]
         if not output.finished:
-            self._delta(update, sequence.index).text += output.text.finish()
+            self._delta(stream, update, sequence.index).text += output.text.finish()
             self._finish(stream, update, sequence, reason)
 
     def _finish(
@@ -226,17 +236,20 @@ class OutputThread:
     ) -> None:
         output = stream.outputs[sequence.index]
         output.finished = True
-        delta = self._delta(update, sequence.index)
+        delta = self._delta(stream, update, sequence.index)
         delta.finish_reason, delta.matched_stop = reason, matched_stop
         delta.cumulative_logprob = output.cumulative_logprob
         if all(o.finished for o in stream.outputs):
             stream.done = True
+            update.outputs += _best(stream)
             self._count_end(stream, reason)
             update.usage = self._usage(stream)
             update.metrics = _metrics(stream)
             self._send_prompt_scores(stream, update)
 
-    def _delta(self, update: GenerateUpdate, index: int) -> OutputDelta:
+    def _delta(self, stream: RequestStream, update: GenerateUpdate, index: int) -> OutputDelta:
+        if stream.ranks:
+            return stream.held.setdefault(index, OutputDelta(index))
         for delta in update.outputs:
             if delta.index == index:
                 return delta
@@ -304,6 +317,22 @@ def position_logprobs(
     if all(entry.token_id != token_id for entry in top):
         top.append(chosen)
     return PositionLogprobs(chosen, tuple(top))
+
+
+def _best(stream: RequestStream) -> list[OutputDelta]:
+    """With best_of > n: the n outputs of the highest mean logprob, best first, numbered anew."""
+    if not stream.ranks:
+        return []
+
+    def mean_logprob(index: int) -> float:
+        output = stream.outputs[index]
+        return output.cumulative_logprob / output.num_tokens if output.num_tokens else -math.inf
+
+    ranked = sorted(stream.held, key=lambda index: (-mean_logprob(index), index))
+    best = [stream.held[index] for index in ranked[: stream.sequences[0].sampling.n]]
+    for index, delta in enumerate(best):
+        delta.index = index
+    return best
 
 
 def _token_logprob(tokenizer: Tokenizer, token_id: int, logprob: float, rank: int) -> TokenLogprob:

@@ -152,6 +152,10 @@ class BlockManager:
             self._num_hit_tokens += num_cached
         return num_cached
 
+    def num_computed(self, slot: int) -> int:
+        """Tokens of the slot whose KV is known to be in its blocks."""
+        return int(self._memory.num_computed[slot])
+
     def num_new_blocks(self, slot: int, num_tokens: int) -> int:
         """Blocks that grow would take from each group's pool: new ones, and the copy of a shared last block."""
         return self._memory.num_new_blocks(slot, num_tokens)

@@ -15,13 +15,13 @@ import numpy as np
 from jserve.scheduler.plan import StepOutput, StepPlan
 
 
-def next_token(token_id: int, position: int, vocab_size: int) -> int:
-    """The id that follows `token_id` at absolute `position`: depends on both, so a wrong feed or position shows.
+def next_token(token_id: int, position: int, vocab_size: int, index: int = 0) -> int:
+    """The id that follows `token_id` at absolute `position` in sample `index`: depends on all, so a wrong one shows.
 
     >>> next_token(7, 3, 1000)
     257
     """
-    return (token_id * 31 + position * 13 + 1) % vocab_size
+    return (token_id * 31 + position * 13 + index * 7 + 1) % vocab_size
 
 
 class FakeRunner:
@@ -38,12 +38,15 @@ class FakeRunner:
         step_seconds: Callable[[StepPlan], float] | None = None,
     ):
         self._slot_token = np.zeros(num_slots, np.int64)
+        self._slot_index = np.zeros(num_slots, np.int64)
         self._vocab_size = vocab_size
         self._step_seconds = step_seconds
         self._done: deque[StepOutput] = deque()
         self.clock_s = 0.0
 
     def launch(self, plan: StepPlan) -> None:
+        for sequence in plan.admitted:
+            self._slot_index[sequence.slot] = sequence.index
         last_positions = plan.first_positions + plan.num_scheduled - 1
         rows = plan.sampling_rows
         slots = plan.slots[rows]
@@ -51,7 +54,7 @@ class FakeRunner:
         for at, row in enumerate(rows):
             if not plan.feeds[row]:
                 last_tokens[at] = plan.sequences[row].tokens[last_positions[row]]
-        sampled = (last_tokens * 31 + last_positions[rows] * 13 + 1) % self._vocab_size
+        sampled = (last_tokens * 31 + last_positions[rows] * 13 + self._slot_index[slots] * 7 + 1) % self._vocab_size
         self._slot_token[slots] = sampled
         seconds = self._step_seconds(plan) if self._step_seconds else 0.0
         self.clock_s += seconds

@@ -7,7 +7,7 @@ before readiness.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import jax
@@ -129,12 +129,10 @@ class ProgramSet:
         """Donates pools; copies blocks (group, source, destination)."""
         pools = list(pools)
         for group in range(len(pools)):
-            pairs = np.array([(src, dst) for g, src, dst in copies if g == group], np.int32).reshape(-1, 2)
-            for at in range(0, len(pairs), NUM_COPIES):
-                count = min(NUM_COPIES, len(pairs) - at)
+            for pairs in independent_copies([(source, to) for of_group, source, to in copies if of_group == group]):
                 packed = np.zeros((2, NUM_COPIES), np.int32)
-                packed[:, :count] = pairs[at : at + count].T
-                pools[group] = self._compiled["copy", group](pools[group], packed, np.int32(count))
+                packed[:, : len(pairs)] = np.array(pairs, np.int32).T
+                pools[group] = self._compiled["copy", group](pools[group], packed, np.int32(len(pairs)))
         return tuple(pools)
 
     def run_each_once(self, params, pools, slot_tokens):
@@ -219,6 +217,24 @@ class ProgramSet:
         logits_CV = self._model.logits(params, self._config, rows_CD)
         scores = score_positions(logits_CV, targets, self._num_real_tokens)
         return _pack_columns(targets, scores.logprob, jnp.isfinite(logits_CV[:, 0]), scores)
+
+
+def independent_copies(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """(source, destination) pairs in runs of at most NUM_COPIES that may be done in any order: no destination is a source.
+
+    >>> list(independent_copies([(1, 5), (2, 1), (2, 6)]))  # block 1 was read, freed and handed out again
+    [[(1, 5)], [(2, 1), (2, 6)]]
+    """
+    run: list[tuple[int, int]] = []
+    ids: set[int] = set()
+    for source, destination in pairs:
+        if len(run) == NUM_COPIES or destination in ids:
+            yield run
+            run, ids = [], set()
+        run.append((source, destination))
+        ids.update((source, destination))
+    if run:
+        yield run
 
 
 def _copy_pairs(pool, pairs, count, *, platform: str):

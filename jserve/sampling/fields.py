@@ -130,8 +130,8 @@ _COUNT = integer(0, 2**63 - 1, "must be 0 or larger")
 _PENALTY = real(lambda penalty: -2 <= penalty <= 2, "must be a finite number in [-2, 2]")
 
 FIELDS: Mapping[str, FieldRule] = MappingProxyType({
-    "n": FieldRule(_SEQUENCES, supported=False, neutral=1),
-    "best_of": FieldRule(_SEQUENCES, supported=False, neutral=1),
+    "n": FieldRule(_SEQUENCES, supported=True),
+    "best_of": FieldRule(_SEQUENCES, supported=True),
     "beam_width": FieldRule(_SEQUENCES, supported=False, neutral=1),
     "length_penalty": FieldRule(real(lambda _: True, "must be finite"), supported=False, neutral=1.0),
     "early_stopping": FieldRule(early_stopping, supported=False, neutral=EarlyStopping.HEURISTIC),

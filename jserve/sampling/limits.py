@@ -44,6 +44,8 @@ class ModelLimits:
     """The model's generation_config (see `validate.generation_defaults`); empty under `--generation-config none`."""
     max_pool_tokens: int | None = None
     """Tokens that one sequence alone in the KV pool can hold; None: no limit but the context."""
+    block_size: int = 1
+    """Tokens a KV block."""
     num_real_tokens: int | None = None
     """Ids that the tokenizer knows; the sampler returns none beyond. None: vocab_size."""
     max_prompt_characters: int | None = None

@@ -29,6 +29,11 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
     max_tokens = room if asked["max_tokens"] is None else min(asked["max_tokens"], room)
     min_tokens = asked["min_tokens"] or 0
     _check_min_tokens(min_tokens, asked["max_tokens"], room, num_prompt_tokens, model)
+    n = _or(asked["n"], 1)
+    best_of = _or(asked["best_of"], n)
+    if best_of < n:
+        raise invalid(_path("best_of"), best_of, f"must not be smaller than n ({n})")
+    _check_group_fits("best_of" if asked["best_of"] else "n", best_of, num_prompt_tokens, model)
 
     temperature = _or(asked["temperature"], 1.0)
     stop_token_ids = frozenset(asked["stop_token_ids"] or ())
@@ -56,7 +61,8 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
         repetition_penalty=_or(asked["repetition_penalty"], 1.0),
         presence_penalty=_or(asked["presence_penalty"], 0.0),
         frequency_penalty=_or(asked["frequency_penalty"], 0.0),
-        n=_or(asked["n"], 1),
+        n=n,
+        best_of=best_of,
     )
 
 
@@ -156,6 +162,17 @@ def _room_after_prompt(num_prompt_tokens: int, max_tokens: int | None, model: Mo
         # The last token is never fed back, so it needs no place in the pool.
         room = min(room, model.max_pool_tokens - num_prompt_tokens + 1)
     return room
+
+
+def _check_group_fits(name: str, num_sequences: int, num_prompt_tokens: int, model: ModelLimits) -> None:
+    """Sequences of one request share the prompt's blocks, all but the last one; together they must fit the pool."""
+    if model.max_pool_tokens is None or num_sequences == 1:
+        return
+    num_blocks = model.max_pool_tokens // model.block_size
+    needed = (num_prompt_tokens - 1) // model.block_size + num_sequences
+    if needed > num_blocks:
+        raise invalid(_path(name), num_sequences, f"{num_sequences} sequences after a prompt of {num_prompt_tokens} tokens "
+                      f"need {needed} KV blocks of {model.block_size} tokens, the pool has {num_blocks}")
 
 
 def _check_min_tokens(min_tokens: int, max_tokens: int | None, room: int, num_prompt_tokens: int, model: ModelLimits):

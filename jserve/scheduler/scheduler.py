@@ -2,7 +2,7 @@
 
 Decodes come first, then prefill chunks fill the token budget, then waiting sequences enter in the order of the policy
 (strictly: a large prompt at the head of the queue is never overtaken, so it cannot starve; running decodes go on
-meanwhile).  When blocks run out, the sequence of the highest rank is preempted and recomputed later.
+meanwhile).  When blocks run out, the sequence of the highest rank is preempted, with its siblings, and recomputed later.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ import numpy as np
 from jserve.kv import BlockManager
 from jserve.request import FinishReason
 from jserve.scheduler.buckets import bucket_for, num_tokens_to_run
+from jserve.scheduler.fork_group import ForkGroup
 from jserve.scheduler.plan import StepPlan
 from jserve.scheduler.policies import PolicySettings, make_policy
+from jserve.scheduler.seating import Seating
 from jserve.scheduler.sequence import Sequence, SequenceState
 from jserve.scheduler.slots import Slots
 from jserve.scheduler.step_time import StepTimeModel
@@ -60,11 +62,12 @@ class Scheduler:
         self.limits = limits
         self.policy = policy
         self.blocks = blocks
-        self.clock = clock
         self._slots = Slots(limits.num_slots)
+        self._seating = Seating(self._slots, blocks, clock)
         self._policy = make_policy(policy)
         self._waiting = WaitingQueue(self._policy, self._num_matched)
         self.step_time = StepTimeModel(fits=policy.target_tbt_s is not None)
+        self._num_parked = 0
         self._arrivals = 0
         self._step_id = 0
         self._outgrown: list[Sequence] = []
@@ -73,8 +76,12 @@ class Scheduler:
 
     # -- arrivals and departures
 
-    def add(self, sequence: Sequence) -> None:
-        """Queues a sequence that `fits()`."""
+    def add(self, sequence: Sequence, sibling: Sequence | None = None) -> None:
+        """Queues a sequence that `fits()`; with a sibling, as one more of the same request, whose prompt they share."""
+        if sibling is not None:
+            if sibling.group is None:
+                ForkGroup([]).join(sibling)
+            sibling.group.join(sequence)
         sequence.order = self._arrivals
         self._arrivals += 1
         self._waiting.push(sequence)
@@ -89,8 +96,11 @@ class Scheduler:
             return
         if sequence.state is SequenceState.RUNNING:
             self._leave_slot(sequence)
+        elif sequence.group is not None and sequence in sequence.group.parked:
+            sequence.group.parked.remove(sequence)
+            self._num_parked -= 1
         else:
-            self._waiting.forget(sequence)
+            self._waiting.remove(sequence)
         self._policy.ended(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
@@ -101,7 +111,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._num_parked
 
     @property
     def has_work(self) -> bool:
@@ -141,7 +151,7 @@ class Scheduler:
             budget -= grant
         admitted = []
         while budget > 0 and self._slots.num_free and (sequence := self._next_admissible()) is not None:
-            slot = self._enter_slot(sequence)
+            slot = self._seating.enter(sequence)
             grant = min(budget, int(self._slots.num_tokens[slot] - self._slots.num_computed[slot]))
             chunks.append((slot, grant))
             admitted.append(sequence)
@@ -159,12 +169,13 @@ class Scheduler:
         live = self._slots.epoch[plan.slots] == plan.epochs
         slots = plan.slots[live]
         self.blocks.commit_each(slots, self._slots.tokens, (plan.first_positions + plan.num_scheduled)[live])
+        self._unpark(self._seating.take_carried())
 
     # -- phases of schedule(), in their order
 
     def _make_room_for_urgent(self) -> None:
         """Preempts running sequences of a lower class where the head of the queue can enter in no other way."""
-        head = self._waiting.head()
+        head = self._head()
         if head is None or head.awaits_token:
             return
         victims = [one for one in reversed(self.running()) if one.priority > head.priority and one.rank > head.rank]
@@ -176,9 +187,10 @@ class Scheduler:
         if needed > self.blocks.num_available_blocks + held:
             return  # it would not enter all the same
         for victim in victims:
-            if self._slots.num_free and self._can_admit(head):
+            if self._seating.can_enter(head):
                 return
-            self._preempt(victim)
+            if victim.state is SequenceState.RUNNING:
+                self._preempt(victim)
 
     def _token_budget(self, decodes: np.ndarray, prefills: np.ndarray) -> int:
         """Tokens of this step: what is allowed, or what keeps the target gap of the decodes."""
@@ -202,9 +214,10 @@ class Scheduler:
             victim = int(self._slots.order()[-1])
             if victim == needy and self.num_running == 1:
                 self._end_outgrown(self._slots.owner[needy])
+                decodes = decodes[decodes != victim]
             else:
                 self._preempt(self._slots.owner[victim])
-            decodes = decodes[decodes != victim]
+                decodes = decodes[self._slots.is_running(decodes)]
 
     def _end_outgrown(self, sequence: Sequence) -> None:
         """The pool is full and the sequence alone in it: what it has, and what is being sampled, is all it gets."""
@@ -215,8 +228,19 @@ class Scheduler:
             self.finish(sequence, FinishReason.LENGTH)
             self._outgrown.append(sequence)
 
+    def _head(self) -> Sequence | None:
+        """Who enters next.  Those whose prompt a sibling is computing are parked on the way."""
+        while (sequence := self._waiting.head()) is not None:
+            group = sequence.group
+            if group is None or group.carrier is None:
+                return sequence
+            self._waiting.remove(sequence)
+            group.parked.append(sequence)
+            self._num_parked += 1
+        return None
+
     def _next_admissible(self) -> Sequence | None:
-        sequence = self._waiting.head()
+        sequence = self._head()
         if sequence is None:
             return None
         if sequence.awaits_token:
@@ -225,26 +249,7 @@ class Scheduler:
             self.finish(sequence, FinishReason.LENGTH)
             self._outgrown.append(sequence)
             return self._next_admissible()
-        return self._waiting.pop() if self._can_admit(sequence) else None
-
-    def _can_admit(self, sequence: Sequence) -> bool:
-        """Head-room of a block for each running sequence: otherwise a newcomer would be preempted a moment later."""
-        tokens = sequence.tokens[: sequence.num_known]
-        return self.blocks.can_admit(
-            tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache, headroom=self.num_running
-        )
-
-    def _enter_slot(self, sequence: Sequence) -> int:
-        slot = self._slots.take()
-        tokens = sequence.tokens[: sequence.num_known]
-        num_cached = self.blocks.admit(slot, tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache)
-        grown = self.blocks.grow(slot, sequence.num_known)
-        assert grown, "can_admit() promised the blocks"
-        if sequence.num_cached is None:
-            sequence.num_cached = num_cached
-            sequence.first_scheduled = self.clock()
-        self._slots.seat(slot, sequence, num_cached)
-        return slot
+        return self._waiting.pop() if self._seating.can_enter(sequence) else None
 
     def _fill_bucket(self, num_decodes: int, chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Shortens the last chunks where the step would otherwise be padded more than a second one costs."""
@@ -318,10 +323,22 @@ class Scheduler:
         return self.blocks.match(sequence.tokens[: sequence.num_known], sequence.salt)
 
     def _leave_slot(self, sequence: Sequence) -> None:
-        self.blocks.free(sequence.slot)
-        self._slots.leave(sequence)
+        self._unpark(self._seating.leave(sequence))
+
+    def _unpark(self, sequences: list[Sequence]) -> None:
+        self._num_parked -= len(sequences)
+        for sequence in sequences:
+            self._waiting.put_back(sequence)
 
     def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence and its running siblings off the device; alone there, the siblings stay."""
+        unit = [sequence] if sequence.group is None else sequence.group.running()
+        if len(unit) == self.num_running:
+            unit = [sequence]  # as one they would come back as they were and run out of blocks again
+        for one in unit:
+            self._drop(one)
+
+    def _drop(self, sequence: Sequence) -> None:
         """Drops the blocks; the sequence waits, with a rank no worse than before, and is recomputed."""
         self.num_preemptions += 1
         self.num_preempted_tokens += int(self._slots.num_computed[sequence.slot])

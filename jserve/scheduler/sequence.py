@@ -7,10 +7,14 @@ chunk, decode, prefix hit and resume after preemption are all the same grant.
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jserve.request import FinishReason, Sampling
+
+if TYPE_CHECKING:
+    from jserve.scheduler.fork_group import ForkGroup
 
 
 class SequenceState(enum.Enum):
@@ -29,7 +33,7 @@ class Sequence:
         "request_id", "index", "sampling", "priority", "arrival", "order", "salt", "use_prefix_cache",
         "num_prompt", "tokens", "num_known", "limit", "slot", "state", "finish_reason", "matched_stop",
         "num_cached", "first_scheduled", "num_preemptions", "stop_ids", "prompt_only", "context", "awaits_token",
-        "tenant", "rank", "queued_tokens",
+        "tenant", "rank", "queued_tokens", "ticket", "group",
     )
 
     def __init__(
@@ -55,6 +59,8 @@ class Sequence:
         self.order = 0  # set by the scheduler on arrival: decides between equal ranks
         self.rank = 0.0  # set by the policy when it starts to wait: the lowest goes first
         self.queued_tokens = 0  # known tokens when it started to wait
+        self.ticket = 0  # of its one valid entry in the queue
+        self.group: ForkGroup | None = None  # set by the scheduler where the request has several sequences
         self.salt = salt
         self.use_prefix_cache = use_prefix_cache
         self.context = context  # the front end's own record; the engine never looks inside

@@ -63,6 +63,10 @@ class Slots:
         sequence.slot = None
         self._order_is_stale = True
 
+    def is_running(self, slots: np.ndarray) -> np.ndarray:
+        """bool[n]: whether each slot has an owner."""
+        return self._rank[slots] < np.inf
+
     def order(self) -> np.ndarray:
         """Slots of running sequences by (rank, order): the last one is the first to be preempted."""
         if self._order_is_stale:

@@ -316,3 +316,12 @@ def test_limits_of_a_model_are_checked_themselves():
 def test_the_validator_pulls_in_no_jax():
     code = "import sys, jserve.sampling.validate; sys.exit('jax' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sequences_of_one_request_must_fit_the_pool_together():
+    pool = dataclasses.replace(SMOL, max_pool_tokens=80, block_size=16)
+    assert resolved(37, pool, n=3).best_of == 3  # 2 full blocks and one each
+    error = refusal(37, pool, n=4)
+    assert error.field == "sampling_params.n" and "6 KV blocks" in error.message and "has 5" in error.message
+    assert refusal(37, pool, n=1, best_of=4).field == "sampling_params.best_of"
+    assert refusal(n=3, best_of=2).field == "sampling_params.best_of"

@@ -32,12 +32,20 @@ def sequence(name: str, prompt: ListOf[int], max_tokens: int, *, priority: int =
     return Sequence(name, np.array(prompt, np.int32), sampling(max_tokens, **changes), priority=priority)
 
 
-def expected_output(prompt: ListOf[int], count: int) -> list[int]:
+def expected_output(prompt: ListOf[int], count: int, index: int = 0) -> list[int]:
     """What the stand-in model generates after a prompt."""
     tokens = list(prompt)
     for _ in range(count):
-        tokens.append(next_token(tokens[-1], len(tokens) - 1, VOCAB_SIZE))
+        tokens.append(next_token(tokens[-1], len(tokens) - 1, VOCAB_SIZE, index))
     return tokens[len(prompt) :]
+
+
+def group(name: str, prompt: ListOf[int], max_tokens: int, count: int, **changes) -> list[Sequence]:
+    """The sequences of one request with n = count."""
+    return [
+        Sequence(name, np.array(prompt, np.int32), sampling(max_tokens, n=count, best_of=count, **changes), index=index)
+        for index in range(count)
+    ]
 
 
 @dataclass
@@ -73,6 +81,10 @@ class HostEngine:
         for one in sequences:
             assert self.scheduler.fits(one.num_prompt)
             self.scheduler.add(one)
+
+    def add_group(self, sequences: ListOf[Sequence]) -> None:
+        for one in sequences:
+            self.scheduler.add(one, None if one is sequences[0] else sequences[0])
 
     def step(self) -> StepPlan | None:
         """One turn of the loop; the plan that it launched."""
