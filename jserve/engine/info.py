@@ -56,7 +56,11 @@ class Loads:
     num_saved_blocks: int
     """Blocks that running sequences would need on top of the used ones if none were shared."""
     num_preemptions: int
+    num_swap_preemptions: int
+    """Of these: by moving KV to host memory; the others drop and recompute it."""
     preempted_tokens_lost: int
+    swapped_out_bytes: int
+    swapped_in_bytes: int
     num_steps: int
     prompt_tokens: int
     generated_tokens: int
