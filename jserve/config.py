@@ -105,6 +105,8 @@ class ServerSection:
     """Address to listen on."""
     port: int = 50051
     """gRPC port; 0 picks a free one and prints it."""
+    http_port: int | None = None
+    """Port of the OpenAI-compatible HTTP server; 0 picks a free one and prints it. unset: none."""
     metrics_port: int | None = None
     """Port of the Prometheus text page. unset: none."""
     drain_timeout_s: float = 30.0

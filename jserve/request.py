@@ -105,6 +105,12 @@ class Message:
 
     role: str
     content: str
+    name: str | None = None
+    """Who speaks, or the tool that answers, where the template tells them apart."""
+    tool_call_id: str | None = None
+    """Which call a tool's message answers."""
+    tool_calls: Sequence[Mapping] | None = None
+    """Calls of tools that an assistant's message made, as OpenAI's objects with parsed arguments."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +120,8 @@ class GenerateRequest:
     prompt: str | None = None
     prompt_token_ids: Sequence[int] | None = None
     messages: Sequence[Message] | None = None
+    tools: Sequence[Mapping] | None = None
+    """Tools that the chat template shows to the model, as OpenAI's objects; only with messages."""
     sampling_params: SamplingParams = SamplingParams()
     request_id: str | None = None
     """Unset: the engine makes one.  An id that is running already is refused (ALREADY_EXISTS)."""

@@ -18,6 +18,7 @@ FLOORS = (
     ("jserve.engine", "jserve.planner"),
     (
         "jserve.server",
+        "jserve.http",
         "jserve.llm",
         "jserve.results",
         "jserve.local_engine",

@@ -50,6 +50,7 @@ ALIASES = (
     Alias(("--served-name",), "model.served_name", "NAME", "the name clients see", group="server"),
     Alias(("--host",), "server.host", "ADDRESS", "address to listen on", group="server"),
     Alias(("--port",), "server.port", "PORT", "gRPC port; 0 picks a free one", group="server"),
+    Alias(("--http-port",), "server.http_port", "PORT", "OpenAI-compatible HTTP beside gRPC", group="server"),
     Alias(("--metrics-port",), "server.metrics_port", "PORT", "Prometheus page", group="server"),
     Alias(
         ("--insecure",),

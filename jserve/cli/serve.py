@@ -1,4 +1,4 @@
-"""`jserve serve`: the gRPC server, from the memory arithmetic on stderr to the line that says it is ready."""
+"""`jserve serve`: the gRPC server and HTTP beside it, from the memory arithmetic on stderr to the line that says it is ready."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(config: Config) -> int:
+    from jserve.http.front import http_front
     from jserve.server.serve import serve
 
     report = StartReport()
@@ -35,11 +36,13 @@ async def _serve(config: Config) -> int:
 
     def on_ready(server) -> None:
         report.close()
-        report.line(f"ready after {time.perf_counter() - began:.1f} s; gRPC on {server.address}; stop with Ctrl-C")
+        http = f"; HTTP on {server.http_url}" if server.http_url else ""
+        report.line(
+            f"ready after {time.perf_counter() - began:.1f} s; gRPC on {server.address}{http}; stop with Ctrl-C")
         report.line(f"try: jserve chat --address {_reachable(server.address)}")
 
     try:
-        return await serve(lambda: start_engine(config, report), config, on_ready=on_ready)
+        return await serve(lambda: start_engine(config, report), config, on_ready=on_ready, front=http_front)
     finally:
         report.close()
 
@@ -58,6 +61,7 @@ COMMAND = Command(
 examples:
   jserve serve                                        SmolLM2-135M on 127.0.0.1:50051
   jserve serve --model ./llama-3.2-1b --port 8000     a folder with config.json and safetensors
+  jserve serve --http-port 8000                       the OpenAI API on http://127.0.0.1:8000/v1 as well
   jserve serve --config configs/cpu.toml --kv.block_size 64
 
 Health, reflection and GetServerInfo answer at once; generation answers UNAVAILABLE until the line "ready".

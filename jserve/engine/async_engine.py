@@ -24,7 +24,7 @@ from jserve.request import Code, GenerateRequest, GenerateUpdate, RequestError, 
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.validate import resolve, truncate_prompt, validate_request
 from jserve.scheduler import Scheduler, Sequence
-from jserve.tokenizer import PromptTooLong, Tokenizer
+from jserve.tokenizer import PromptTooLong, Tokenizer, ToolsRefused
 
 LONG_TEXT = 4096
 """Characters from which tokenising goes to a thread, so that one long prompt does not hold up every other stream."""
@@ -234,10 +234,14 @@ class AsyncEngine:
                     len(request.prompt), self.tokenizer.encode, request.prompt, add_special=True, max_tokens=most
                 )
             size = sum(len(message.content) for message in request.messages)
-            return await self._off_loop(size, self.tokenizer.encode_chat, request.messages, max_tokens=most)
+            return await self._off_loop(
+                size, self.tokenizer.encode_chat, request.messages, tools=request.tools, max_tokens=most
+            )
         except PromptTooLong as error:
             field = "prompt" if request.prompt is not None else "messages"
             raise invalid(field, f"at least {error.at_least} tokens", f"exceeds the context of {most} tokens") from None
+        except ToolsRefused as error:
+            raise RequestError(Code.INVALID_ARGUMENT, str(error), field="tools") from None
         except ValueError as error:
             field = "prompt" if request.prompt is not None else "messages"
             raise invalid(field, getattr(request, field), str(error)) from None

@@ -194,6 +194,8 @@ def _check_prompt(request: GenerateRequest, model: ModelLimits) -> None:
         _check_prompt_token_ids(request.prompt_token_ids, model)
     else:
         _check_messages(request, model)
+    if request.tools is not None and request.messages is None:
+        raise invalid("tools", request.tools, "has no meaning without messages")
 
 
 def _check_prompt_text(path: str, value: object, request: GenerateRequest, model: ModelLimits, may_be_empty: bool):

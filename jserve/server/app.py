@@ -42,6 +42,8 @@ class Server:
         self.health = Health(SERVICES)
         self.drain_requested = asyncio.Event()
         self.port = 0
+        self.http_url: str | None = None
+        """Where an HTTP front of this server listens; it says so itself."""
         self._drain_timeout_s = config.server.drain_timeout_s
         self._hurry = asyncio.Event()
         self._grpc = grpc.aio.server(options=_channel_options(config.server.max_message_bytes))

@@ -7,13 +7,15 @@ validator's business.  Used by the server, its client and `jserve batch`; knows 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jserve.proto_gen import inference_pb2 as pb
 from jserve.proto_gen import sampling_pb2
 from jserve.request import Code, EarlyStopping, GenerateRequest, Message, RequestError, SamplingParams, invalid
 
+_MESSAGE_SCALARS = ("role", "content", "name", "tool_call_id")
 _REQUEST_SCALARS = ("request_id", "prompt", "lora_name", "priority", "cache_salt", "bypass_prefix_cache")
 
 
@@ -23,6 +25,7 @@ def request_from_proto(message: pb.GenerateRequest, deadline: float | None = Non
         **{name: getattr(message, name) for name in _REQUEST_SCALARS if message.HasField(name)},
         prompt_token_ids=list(message.prompt_token_ids) or None,
         messages=messages_from_proto(message.messages) or None,
+        tools=_json_objects(message.tools, "tools"),
         sampling_params=sampling_params_from_proto(message.sampling_params),
         deadline=deadline,
     )
@@ -34,6 +37,7 @@ def request_to_proto(request: GenerateRequest, stream_interval: int | None = Non
     for name in _REQUEST_SCALARS:
         set_field(message, name, getattr(request, name))
     set_field(message, "prompt_token_ids", request.prompt_token_ids)
+    set_field(message, "tools", _json_texts(request.tools))
     params = sampling_params_to_proto(request.sampling_params)
     if params.ListFields():
         message.sampling_params.CopyFrom(params)
@@ -50,21 +54,28 @@ def stream_interval(message: pb.GenerateRequest) -> int:
     return interval
 
 
-def messages_from_proto(messages: Iterable[pb.Message]) -> list[Message]:
+def messages_from_proto(messages: Sequence[pb.Message]) -> list[Message]:
     for index, message in enumerate(messages):
         for name in ("role", "content"):
             if not message.HasField(name):
                 raise RequestError(Code.INVALID_ARGUMENT, f"messages[{index}].{name} is not set",
                                    field=f"messages[{index}].{name}")
-    return [Message(role=message.role, content=message.content) for message in messages]
+    return [
+        Message(
+            **{name: getattr(message, name) for name in _MESSAGE_SCALARS if message.HasField(name)},
+            tool_calls=_json_objects(message.tool_calls, f"messages[{index}].tool_calls"),
+        )
+        for index, message in enumerate(messages)
+    ]
 
 
 def messages_to_proto(messages: Iterable[Message]) -> list[pb.Message]:
     result = []
     for index, message in enumerate(messages):
         result.append(pb.Message())
-        set_field(result[-1], "role", message.role, f"messages[{index}].")
-        set_field(result[-1], "content", message.content, f"messages[{index}].")
+        for name in _MESSAGE_SCALARS:
+            set_field(result[-1], name, getattr(message, name), f"messages[{index}].")
+        set_field(result[-1], "tool_calls", _json_texts(message.tool_calls), f"messages[{index}].")
     return result
 
 
@@ -105,6 +116,23 @@ def set_field(message, name: str, value: Any, path: str = "") -> None:
             setattr(message, name, value)
     except (TypeError, ValueError) as error:
         raise invalid(path + name, value, str(error)) from None
+
+
+def _json_objects(texts: Sequence[str], path: str) -> list[dict] | None:
+    """The objects that the texts spell; None where there are no texts."""
+    objects = []
+    for index, text in enumerate(texts):
+        try:
+            objects.append(json.loads(text))
+        except (ValueError, RecursionError) as error:
+            raise invalid(f"{path}[{index}]", text, f"must be a JSON object: {error}") from None
+        if not isinstance(objects[-1], dict):
+            raise invalid(f"{path}[{index}]", text, "must be a JSON object")
+    return objects or None
+
+
+def _json_texts(objects: Iterable[Mapping] | None) -> list[str] | None:
+    return None if objects is None else [json.dumps(item) for item in objects]
 
 
 def _early_stopping(value: int) -> EarlyStopping | None:

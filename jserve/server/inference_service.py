@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
 
 import grpc
 
@@ -14,8 +12,8 @@ from jserve.proto_gen import inference_pb2 as pb
 from jserve.request import Code, GenerateRequest, RequestError, invalid
 from jserve.server import convert, convert_results
 from jserve.server.coalesce import Coalescer
-from jserve.server.engine import Engine
 from jserve.server.state import ServerState
+from jserve.server.submit import submitted
 
 
 class InferenceService:
@@ -26,7 +24,7 @@ class InferenceService:
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         call = Coalescer(convert.stream_interval(message))
-        async with self._submitted(message, context, call):
+        async with submitted(self._state, self._request(message, context), call):
             while (update := await call.next()) is not None:
                 for response in convert_results.update_to_protos(update):
                     await context.write(response)
@@ -37,7 +35,7 @@ class InferenceService:
         if message.HasField("stream"):
             raise RequestError(Code.INVALID_ARGUMENT, "stream: has no meaning in GenerateUnary", field="stream")
         call = Coalescer()
-        async with self._submitted(message, context, call):
+        async with submitted(self._state, self._request(message, context), call):
             result = await call.whole()
         if result.prompt_logprobs or any(output.logprobs for output in result.outputs):
             # Thousands of positions take a while; a thread lets other calls in between.
@@ -71,35 +69,11 @@ class InferenceService:
         text = await asyncio.to_thread(info.tokenizer.decode, list(message.token_ids), message.skip_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
-    @contextlib.asynccontextmanager
-    async def _submitted(
-        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext, call: Coalescer
-    ) -> AsyncIterator[None]:
-        """The request is in the engine and its updates go to `call` while the block runs; afterwards it is aborted."""
-        engine = self._state.engine_for_requests()
+    def _request(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerateRequest:
+        self._state.engine_for_requests()  # UNAVAILABLE comes before what is wrong with the request
         if not message.HasField("request_id"):
             message.request_id = f"gen-{uuid.uuid4().hex}"
-        request = convert.request_from_proto(message, deadline=_deadline(context))
-        with self._state.calls.admit(call):
-            feeding = asyncio.create_task(_feed(engine, request, call))
-            try:
-                yield
-            finally:
-                feeding.cancel()
-                await asyncio.wait([feeding])
-
-
-async def _feed(engine: Engine, request: GenerateRequest, call: Coalescer) -> None:
-    """Moves the engine's updates into the call; never waits for the reader."""
-    try:
-        async with contextlib.aclosing(engine.generate(request)) as updates:
-            async for update in updates:
-                call.add(update)
-        call.finish(None if call.has_usage else RuntimeError("the engine ended a stream without usage"))
-    except Exception as error:
-        call.finish(error)
-    finally:  # no call waits for a feed that is gone
-        call.finish(RequestError(Code.CANCELLED, "the request was cancelled"))
+        return convert.request_from_proto(message, deadline=_deadline(context))
 
 
 def _deadline(context: grpc.aio.ServicerContext) -> float | None:

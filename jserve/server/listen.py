@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import socket
@@ -14,7 +15,7 @@ from jserve.config import ConfigError, ServerSection
 def check_host(section: ServerSection) -> None:
     """ConfigError where anybody on the network could call, and the config does not say that this is wanted; or where a
     port is none."""
-    for name, port in (("port", section.port), ("metrics_port", section.metrics_port)):
+    for name, port in (("port", section.port), ("http_port", section.http_port), ("metrics_port", section.metrics_port)):
         if port is not None and not 0 <= port <= 65535:
             raise ConfigError(f"server.{name} = {port}: must be in 0..65535 (0 picks a free one)")
     if section.insecure or _is_loopback(section.host):
@@ -27,7 +28,7 @@ def check_host(section: ServerSection) -> None:
 
 def bind(server: grpc.aio.Server, host: str, port: int) -> int:
     """Binds the server and returns the port, which is a free one where `port` is 0.  ConfigError where it cannot."""
-    _try_with_a_plain_socket(host, port)
+    _try_with_a_plain_socket("server.port", host, port)
     try:
         bound = server.add_insecure_port(join(host, port))
     except RuntimeError:
@@ -53,7 +54,26 @@ def _is_loopback(host: str) -> bool:
     return all(address.is_loopback for address in addresses)
 
 
-def _try_with_a_plain_socket(host: str, port: int) -> None:
+def sockets(host: str, port: int) -> list[socket.socket]:
+    """Listening TCP sockets for the HTTP port, one for each address of the host.  ConfigError where it cannot."""
+    _try_with_a_plain_socket("server.http_port", host, port)
+    bound: list[socket.socket] = []
+    for family, kind, _, _, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
+        with contextlib.suppress(OSError):  # one of several is enough
+            one = socket.socket(family, kind)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            # Where the port is 0 the first address picks it for all.
+            one.bind((address[0], bound[0].getsockname()[1] if bound else port, *address[2:]))
+            one.listen(2048)
+            bound.append(one)
+    if not bound:
+        raise ConfigError(f"server.http_port = {port}: cannot listen on {join(host, port)}")
+    return bound
+
+
+def _try_with_a_plain_socket(key: str, host: str, port: int) -> None:
     """ConfigError where nobody could bind this.  gRPC would not say why, and write lines of its own to stderr."""
     errors = []
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -66,9 +86,10 @@ def _try_with_a_plain_socket(host: str, port: int) -> None:
             errors.append(error)
     numbers = [error.errno for error in errors]
     if errno.EADDRINUSE in numbers:
+        flag = f"--{key.removeprefix('server.').replace('_', '-')}"
         raise ConfigError(
-            f"server.port = {port}: already in use on {host}; choose another with --port, or 0 for a free one")
+            f"{key} = {port}: already in use on {host}; choose another with {flag}, or 0 for a free one")
     if errno.EACCES in numbers:
-        raise ConfigError(f"server.port = {port}: not permitted for this user; choose one above 1023")
+        raise ConfigError(f"{key} = {port}: not permitted for this user; choose one above 1023")
     if len(errors) == len(addresses):  # one of several is enough: `localhost` on a machine without IPv6
         raise ConfigError(f"server.host = {host!r}: {errors[0].strerror}")

@@ -15,6 +15,8 @@ from jserve.server.metrics_page import metrics_page
 
 log = logging.getLogger(__name__)
 
+Front = Callable[[Server], contextlib.AbstractAsyncContextManager[object]]
+
 _POLL_S = 0.05
 
 
@@ -24,13 +26,14 @@ async def serve(
     *,
     on_listening: Callable[[Server], None] = lambda server: None,
     on_ready: Callable[[Server], None] = lambda server: None,
+    front: Front = lambda server: contextlib.nullcontext(),
 ) -> int:
     """Serves until SIGTERM, SIGINT or Control.Drain; returns the process's exit code.
 
     Health and reflection answer before the engine exists.  `engine_factory` must not block the event loop (build in a
     thread) and may be cancelled.  First signal: health NOT_SERVING, new generation calls UNAVAILABLE, what is waiting
     or running finishes within server.drain_timeout_s.  Second: what is open is cut.  Third: the default, death.
-    Returns 0 after a drain, 1 where the engine stopped by itself.  Raises ConfigError where it cannot listen, and
+    `front` is another way in that listens as long as gRPC does.  Returns 0 after a drain, 1 where the engine stopped by itself.  Raises ConfigError where it cannot listen, and
     whatever the factory raises.
     """
     server = Server(config)
@@ -38,15 +41,16 @@ async def serve(
     with _signals(server):
         try:
             await server.start()
-            on_listening(server)
-            engine = await _unless_drained(server, asyncio.ensure_future(engine_factory()))
-            if engine is None or not await _wait_until_ready(server, engine):
-                return 0
-            with metrics_page(config.server, engine):
-                server.attach(engine)
-                on_ready(server)
-                exit_code = await _run(server, engine)
-                await server.finish_drain()
+            async with front(server):
+                on_listening(server)
+                engine = await _unless_drained(server, asyncio.ensure_future(engine_factory()))
+                if engine is None or not await _wait_until_ready(server, engine):
+                    return 0
+                with metrics_page(config.server, engine):
+                    server.attach(engine)
+                    on_ready(server)
+                    exit_code = await _run(server, engine)
+                    await server.finish_drain()
             return exit_code
         finally:
             await server.stop()

@@ -3,7 +3,7 @@
 Knows nothing of models, requests or arrays; everything above floor 0 may import it.
 """
 
-from jserve.tokenizer.chat_template import ChatTemplate, ChatTemplateError
+from jserve.tokenizer.chat_template import ChatTemplate, ChatTemplateError, ToolsRefused
 from jserve.tokenizer.detokenizer import Detokenizer
 from jserve.tokenizer.folder import from_folder
 from jserve.tokenizer.gguf_vocabulary import from_gguf
@@ -21,6 +21,7 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "TokenizerError",
+    "ToolsRefused",
     "from_folder",
     "from_gguf",
 ]

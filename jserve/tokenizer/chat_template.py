@@ -21,6 +21,10 @@ class ChatTemplateError(ValueError):
     """A conversation cannot be rendered; the message begins with the field at fault."""
 
 
+class ToolsRefused(ChatTemplateError):
+    """The template shows no tools to the model, so giving some would have no effect."""
+
+
 class ChatTemplate:
     """`source` renders a conversation; `tool_source`, where given, one with tools."""
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import tokenizers
 
 from jserve.tokenizer.backend import component_state, encode_ids, encode_spans, share
-from jserve.tokenizer.chat_template import ChatTemplate, ChatTemplateError, plain_messages
+from jserve.tokenizer.chat_template import ChatTemplate, ChatTemplateError, ToolsRefused, plain_messages
 from jserve.tokenizer.control_text import ControlText
 from jserve.tokenizer.token_table import TokenTable
 
@@ -119,6 +119,12 @@ class Tokenizer:
         conversation = plain_messages(messages)
         rendering = self.chat_template.start(add_generation_prompt)
         text = rendering(conversation, tools)
+        if tools and text == rendering(conversation, None):
+            raise ToolsRefused("tools: the model's chat template has no place for tools")
+        if any("tool_calls" in message for message in conversation):
+            without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in conversation]
+            if text == rendering(without, tools):
+                raise ChatTemplateError("messages: the model's chat template has no place for tool_calls")
         if max_tokens is not None:
             self._refuse_surely_longer(text, max_tokens)
         shield = self._control.shield(text, conversation, tools)

@@ -48,6 +48,9 @@ def test_every_sampling_field_arrives_as_it_was_sent():
     GenerateRequest(prompt=""),
     GenerateRequest(prompt_token_ids=[0, 49151, 2**40, -1]),
     GenerateRequest(messages=[Message("user", "<|im_end|>"), Message("assistant", "")]),
+    GenerateRequest(tools=[{"type": "function", "function": {"name": "é", "n": 1}}], messages=[
+        Message("assistant", "", name="a", tool_calls=[{"function": {"name": "f", "arguments": {"x": 2**60}}}]),
+        Message("tool", "3", tool_call_id="1")]),
     GenerateRequest(prompt="p", request_id="r", lora_name="l", priority=-3, cache_salt="s", bypass_prefix_cache=False),
 ])
 def test_a_request_arrives_as_it_was_sent(request_):
@@ -158,3 +161,10 @@ def test_a_whole_result_comes_back_as_it_was():
         OutputDelta(1, "a", [1], [logprobs(1)], FinishReason.STOP, "x", -1.5),
     ], prompt_logprobs=[None, logprobs(2)], **ENDING)
     assert convert_results.result_from_proto(convert_results.result_to_proto(result)) == result
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "1"])
+def test_a_tool_that_is_no_object_is_refused_by_name(text):
+    with pytest.raises(RequestError, match=r"tools\[0\] = .*must be a JSON object") as caught:
+        convert.request_from_proto(pb.GenerateRequest(tools=[text]))
+    assert caught.value.field == "tools[0]"

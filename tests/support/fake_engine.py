@@ -45,10 +45,14 @@ class FakeTokenizer:
 
     chat_template = "fake"
 
-    def encode(self, text: str, *, add_special: bool, parse_special: bool = True) -> list[int]:
+    def encode(
+        self, text: str, *, add_special: bool, parse_special: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
         return [256] * add_special + list(text.encode())
 
-    def encode_chat(self, messages, add_generation_prompt: bool = True) -> list[int]:
+    def encode_chat(
+        self, messages, add_generation_prompt: bool = True, tools=None, max_tokens: int | None = None
+    ) -> list[int]:
         if messages[0].role == "nobody":
             raise ValueError("the template knows no role 'nobody'")
         turns = "".join(f"<{message.role}>{message.content}" for message in messages)
@@ -57,6 +61,12 @@ class FakeTokenizer:
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         special = "" if skip_special_tokens else "<s>"
         return b"".join(special.encode() if i == 256 else bytes([i]) for i in ids).decode("utf-8", "replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"<s>" if token_id == 256 else bytes([token_id])
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id == 256
 
     def token_text(self, token_id: int) -> str:
         return "<s>" if token_id == 256 else bytes([token_id]).decode("utf-8", "replace")

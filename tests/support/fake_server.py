@@ -7,6 +7,7 @@ import asyncio
 import sys
 
 from jserve.config import ConfigError
+from jserve.http.front import http_front
 from jserve.server.serve import serve
 from tests.support.fake_engine import FakeEngine
 from tests.support.grpc_server import config
@@ -18,6 +19,7 @@ def main() -> int:
     parser.add_argument("--start-s", type=float, default=0.0)
     parser.add_argument("--max-running", type=int, default=1000)
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--http-port", type=int)
     parser.add_argument("--drain-timeout-s", type=float, default=30.0)
     parser.add_argument("--stop-after-s", type=float, help="the engine stops by itself")
     arguments = parser.parse_args()
@@ -29,11 +31,11 @@ def main() -> int:
             asyncio.get_running_loop().call_later(arguments.stop_after_s, setattr, engine, "state", "stopped")
         return engine
 
-    settings = config(port=arguments.port, drain_timeout_s=arguments.drain_timeout_s)
+    settings = config(port=arguments.port, drain_timeout_s=arguments.drain_timeout_s, http_port=arguments.http_port)
     try:
         return asyncio.run(serve(
-            factory, settings,
-            on_listening=lambda server: print("listening", server.address, flush=True),
+            factory, settings, front=http_front,
+            on_listening=lambda server: print("listening", server.address, server.http_url, flush=True),
             on_ready=lambda server: print("ready", server.address, flush=True),
         ))
     except ConfigError as error:

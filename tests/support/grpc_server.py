@@ -7,9 +7,10 @@ import contextlib
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from jserve.config import Config
+from jserve.http.front import http_front
 from jserve.server.app import Server
 from jserve.server.async_client import AsyncClient
 
@@ -24,10 +25,11 @@ async def serving(engine, **server_section) -> AsyncIterator[tuple[Server, Async
     server = Server(config(**server_section))
     await server.start()
     try:
-        if engine is not None:
-            server.attach(engine)
-        async with AsyncClient(server.address) as client:
-            yield server, client
+        async with http_front(server):
+            if engine is not None:
+                server.attach(engine)
+            async with AsyncClient(server.address) as client:
+                yield server, client
     finally:
         await server.stop()
 
@@ -43,12 +45,25 @@ async def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
 @contextlib.contextmanager
 def server_process(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
     """`tests/support/fake_server.py` with these arguments, and its address; killed at the end if it still runs."""
+    with _process(arguments) as (process, words):
+        yield process, words[0]
+
+
+@contextlib.contextmanager
+def http_server_process(*arguments: str) -> Iterator[tuple[subprocess.Popen, str]]:
+    """The same with HTTP, and its URL."""
+    with _process(("--http-port", "0", *arguments)) as (process, words):
+        yield process, words[1]
+
+
+@contextlib.contextmanager
+def _process(arguments: Sequence[str]) -> Iterator[tuple[subprocess.Popen, list[str]]]:
     process = subprocess.Popen([sys.executable, "-m", "tests.support.fake_server", *arguments],
                                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         line = process.stdout.readline()
         assert line.startswith("listening "), (line, process.stderr.read())
-        yield process, line.split()[1]
+        yield process, line.split()[1:]
     finally:
         if process.poll() is None:
             process.kill()

@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken
 
 from jserve.request import Message
-from jserve.tokenizer import ChatTemplate, ChatTemplateError, from_folder, from_gguf
+from jserve.tokenizer import ChatTemplate, ChatTemplateError, ToolsRefused, from_folder, from_gguf
 from jserve.tokenizer.control_text import ControlText
 from tests.support.chat_templates import CHATML, CUTTING, ROLE_INSIDE, STRICT, TRIMMING
 from tests.support.texts import texts
@@ -240,3 +240,17 @@ def test_training_marks_and_loop_controls_are_known():
 def test_a_long_chat_is_refused_early(smollm2):
     with pytest.raises(ValueError, match="at least .* tokens, more than 8192"):
         smollm2.encode_chat(conversation("x" * 5_000_000), max_tokens=8192)
+
+
+def test_tools_and_calls_that_the_template_would_drop_are_refused(tmp_path):
+    with_tools, without = [
+        from_folder(byte_level_folder(tmp_path / name, chat_template=[{"name": "default", "template": template}]))
+        for name, template in (("a", "{{ tools | tojson }}{% for turn in messages %}{{ turn.tool_calls }}{% endfor %}"),
+                               ("b", "{% for turn in messages %}{{ turn.content }}{% endfor %}"))
+    ]
+    called = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]
+    assert with_tools.encode_chat(called, tools=[{"a": 1}])
+    with pytest.raises(ToolsRefused, match="no place for tools"):
+        without.encode_chat(conversation("x"), tools=[{"a": 1}])
+    with pytest.raises(ChatTemplateError, match="no place for tool_calls"):
+        without.encode_chat(called)

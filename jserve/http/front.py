@@ -1,0 +1,79 @@
+"""Runs the HTTP server in the event loop of the gRPC server, on uvicorn: listens as long as the block runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import uvicorn
+
+from jserve.http.app import make_app
+from jserve.server import listen
+from jserve.server.app import Server
+
+_STOP_GRACE_S = 0.5
+"""Seconds that the last bytes of answers get to be sent when the server stops."""
+
+
+@contextlib.asynccontextmanager
+async def http_front(server: Server) -> AsyncIterator[None]:
+    """Serves HTTP on server.http_port while the block runs, and tells the server its URL; nothing where none is set.
+
+    Raises:
+      ConfigError: the port cannot be bound.
+    """
+    section = server.state.config.server
+    if section.http_port is None:
+        yield
+        return
+    sockets = listen.sockets(section.host, section.http_port)
+    http = _Uvicorn(uvicorn.Config(
+        make_app(server.state),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,  # uvicorn's loggers are under ours, and say nothing below warnings
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,  # nobody's word about who is asking
+        timeout_keep_alive=60,
+        timeout_graceful_shutdown=_STOP_GRACE_S,
+    ))
+    running = asyncio.create_task(http.serve(sockets))
+    try:
+        while not (http.started or running.done()):
+            await asyncio.sleep(0.005)
+        if running.done():
+            running.result()
+        server.http_url = f"http://{listen.join(section.host, sockets[0].getsockname()[1])}"
+        yield
+    finally:
+        http.stop()
+        await asyncio.wait([running])
+        for connection in tuple(http.server_state.connections):
+            connection.transport.abort()  # a reader that does not read
+        for one in sockets:
+            one.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves the process's signals alone (`jserve.server.serve` has them), and stops when it is told to."""
+
+    def __init__(self, config: uvicorn.Config):
+        super().__init__(config)
+        self._stopping = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stopping.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # the date of its headers
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), 1.0)

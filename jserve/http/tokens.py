@@ -1,0 +1,36 @@
+"""/tokenize and /detokenize: the same answers as the RPCs of those names, with vLLM's keys."""
+
+from __future__ import annotations
+
+from jserve.http import fields as common
+from jserve.http.body import Fields
+from jserve.http.chat import take_messages
+from jserve.proto_gen import inference_pb2 as pb
+from jserve.server import convert
+from jserve.server.inference_service import InferenceService
+from jserve.server.state import ServerState
+
+
+async def tokenize(state: ServerState, fields: Fields) -> dict:
+    common.take_model(fields, state.engine_when_ready().info.name)
+    request = pb.TokenizeRequest()
+    if "messages" in fields:
+        request.messages.extend(convert.messages_to_proto(take_messages(fields)))
+    convert.set_field(request, "prompt", fields.take("prompt", str))
+    for name in ("add_special_tokens", "add_generation_prompt", "return_token_strs"):
+        convert.set_field(request, name, fields.take(name, bool))
+    fields.finish()
+    response = await InferenceService(state).Tokenize(request, None)
+    answer = {"count": response.count, "max_model_len": response.max_model_len, "tokens": list(response.token_ids)}
+    if request.return_token_strs:
+        answer["token_strs"] = list(response.token_strs)
+    return answer
+
+
+async def detokenize(state: ServerState, fields: Fields) -> dict:
+    common.take_model(fields, state.engine_when_ready().info.name)
+    request = pb.DetokenizeRequest()
+    convert.set_field(request, "token_ids", fields.take("tokens", list))
+    convert.set_field(request, "skip_special_tokens", fields.take("skip_special_tokens", bool))
+    fields.finish()
+    return {"prompt": (await InferenceService(state).Detokenize(request, None)).text}

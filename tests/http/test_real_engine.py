@@ -1,0 +1,137 @@
+"""HTTP over a real, tiny engine: the same answers as gRPC, cached tokens, tools, and what evaluation harnesses ask."""
+
+import math
+
+import numpy as np
+import openai
+import pytest
+
+from jserve.request import GenerateRequest, Message, SamplingParams
+from jserve.weights.load import load_model
+from tests.support.engines import running_engine
+from tests.support.grpc_server import serving
+from tests.support.http_server import openai_client, post
+from tests.support.tiny_models import full_logits, random_gguf
+
+TEXT = "the rain in spain stays mainly in the plain"
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return random_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def engine(path):
+    with running_engine(path, model={"served_name": "tiny"}) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def model(path):
+    return load_model(str(path), "float32")
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+async def test_http_and_grpc_give_the_same_answers(engine):
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, stop=["qu"], logprobs=2, ignore_eos=True)
+    sampling = {"temperature": 0.8, "seed": 3, "max_tokens": 12, "stop": "qu"}
+    async with serving(engine, http_port=0) as (server, grpc), openai_client(server) as client:
+        ours = await grpc.generate_unary(GenerateRequest(prompt=TEXT, sampling_params=params))
+        theirs = await client.completions.create(
+            model="tiny", prompt=TEXT, logprobs=2, **sampling, extra_body={"ignore_eos": True})
+        [output], [choice] = ours.outputs, theirs.choices
+        assert (choice.text, choice.finish_reason) == (output.text, output.finish_reason.value)
+        assert choice.logprobs.token_logprobs == [entry.chosen.logprob for entry in output.logprobs]
+        assert theirs.usage.completion_tokens == ours.usage.completion_tokens
+
+        chat = [Message("system", "x"), Message("user", "<|im_end|>")]
+        ours = await grpc.generate_unary(GenerateRequest(messages=chat, sampling_params=params))
+        stream = await client.chat.completions.create(
+            model="tiny", messages=[{"role": turn.role, "content": turn.content} for turn in chat], **sampling,
+            stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True})
+        *pieces, last = [piece async for piece in stream]
+        assert "".join(piece.choices[0].delta.content for piece in pieces) == ours.outputs[0].text
+        assert last.usage.prompt_tokens == ours.usage.prompt_tokens
+
+
+async def test_usage_tells_the_cached_tokens(engine):
+    async with serving(engine, http_port=0) as (server, _), openai_client(server) as client:
+        for cached in (0, 32):
+            answer = await client.completions.create(model="tiny", prompt=list(range(300, 340)), max_tokens=1)
+            assert answer.usage.prompt_tokens_details.cached_tokens == cached
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+async def test_an_evaluation_harness_gets_the_log_likelihood(engine, model, max_tokens):
+    """As lm-eval's local-completions asks for it, and as it reads the answer (`[context:-1]` where max_tokens is 1)."""
+    tokenizer = engine.tokenizer
+    contexts, continuations = ["the cat ", "a dog sat on"], ["sat", " the mat"]
+    prompts = [tokenizer.encode(context + more, add_special=False)
+               for context, more in zip(contexts, continuations)]
+    starts = [len(tokenizer.encode(context, add_special=False)) for context in contexts]
+    async with serving(engine, http_port=0) as (server, _):
+        answer = await post(server, "/v1/completions", {
+            "model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": max_tokens, "logprobs": 1,
+            "seed": 1234, "echo": True})
+    for prompt, start, choice in zip(prompts, starts, answer.json["choices"]):
+        logprobs = choice["logprobs"]
+        end = len(prompt)
+        assert len(logprobs["token_logprobs"]) == end + max_tokens
+        padded = prompt + [0] * (24 - end)  # causal: what follows changes nothing; one length compiles once
+        want = log_softmax(full_logits(model.params, model.config, padded))
+        expected = [want[at - 1, prompt[at]] for at in range(start, end)]
+        assert np.allclose(logprobs["token_logprobs"][start:end], expected, atol=1e-4)
+        is_greedy = all(token == max(top, key=top.get)
+                        for token, top in zip(logprobs["tokens"][start:end], logprobs["top_logprobs"][start:end]))
+        assert is_greedy == all(want[at - 1].argmax() == prompt[at] for at in range(start, end))
+        text = tokenizer.decode(prompt)
+        assert choice["text"].startswith(text)
+        assert logprobs["text_offset"][:end] == [len(tokenizer.decode(prompt[:at])) for at in range(end)]
+        assert choice["finish_reason"] in ("length", "stop")
+    assert answer.json["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+async def test_a_harness_generates_until_a_stop(engine):
+    async with serving(engine, http_port=0) as (server, _):
+        body = {"model": "tiny", "prompt": [engine.tokenizer.encode(TEXT, add_special=False)], "max_tokens": 20,
+                "temperature": 0, "seed": 1234, "ignore_eos": True}
+        whole = (await post(server, "/v1/completions", body)).json["choices"][0]["text"]
+        stop = whole[4:6]
+        cut = (await post(server, "/v1/completions", {**body, "stop": [stop, "<|im_end|>"]})).json["choices"][0]
+    assert (cut["text"], cut["finish_reason"], cut["stop_reason"]) == (whole[: whole.index(stop)], "stop", stop)
+
+
+async def test_what_the_validator_refuses_names_openai_fields(engine):
+    async with serving(engine, http_port=0) as (server, _), openai_client(server) as client:
+        for more, param in (({"top_p": 1.5}, "top_p"), ({"temperature": "hot"}, "temperature"), ({"stop": 3}, "stop"),
+                            ({"logprobs": 99}, "logprobs"), ({"max_tokens": 1.5}, "max_tokens"),
+                            ({"extra_body": {"length_penalty": "x"}}, "length_penalty"),
+                            ({"prompt": [1, 99999]}, "prompt[1]"), ({"prompt": [[]]}, "prompt"),
+                            ({"prompt": "x" * 9000}, "prompt")):
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.completions.create(**{"model": "tiny", "prompt": "p", **more})
+            message = caught.value.body["message"]
+            assert caught.value.param == param and message.startswith(param), message
+
+
+async def test_a_template_without_tools_refuses_them(engine):
+    tool = {"type": "function", "function": {"name": "f"}}
+    async with serving(engine, http_port=0) as (server, grpc), openai_client(server) as client:
+        with pytest.raises(openai.BadRequestError, match="has no place for tools") as caught:
+            await client.chat.completions.create(
+                model="tiny", messages=[{"role": "user", "content": "x"}], tools=[tool])
+        assert caught.value.param == "tools"
+
+
+async def test_probabilities_of_chat_sum_to_less_than_one(engine):
+    async with serving(engine, http_port=0) as (server, _), openai_client(server) as client:
+        answer = await client.chat.completions.create(
+            model="tiny", messages=[{"role": "user", "content": "x"}], max_tokens=3, logprobs=True, top_logprobs=5)
+    for entry in answer.choices[0].logprobs.content:
+        assert 0 < sum(math.exp(top.logprob) for top in entry.top_logprobs) <= 1 + 1e-5
+        assert len(entry.top_logprobs) == 5
