@@ -109,6 +109,10 @@ class ServerSection:
     """Port of the OpenAI-compatible HTTP server; 0 picks a free one and prints it. unset: none."""
     metrics_port: int | None = None
     """Port of the Prometheus text page. unset: none."""
+    log_requests: bool = False
+    """A log line for each request that ended: id, counts and times; never prompts or outputs."""
+    log_format: str = "text"
+    """text, or json: one object a line."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests get to finish after SIGTERM or Drain."""
     max_message_bytes: int = 64 * 1024 * 1024

@@ -21,12 +21,13 @@ COMMANDS = {
     "chat": "an interactive chat, in process or with a running server",
     "generate": "one prompt, in process",
     "batch": "a file of requests to a file of results",
-    "bench": "throughput, latency and start-up figures",
+    "bench": "throughput and latency, of a server or in process; start-up; simulations",
+    "top": "what a running server does, in the terminal",
     "plan": "memory, step times and settings of a model on a device, before it is rented",
     "replay": "the scheduler again on a step log: the same decisions, or the first that differs",
     "fetch": "put a model on disk",
 }
-NOT_BUILT = ("top", "convert")
+NOT_BUILT = ("convert",)
 
 USAGE = """\
 usage: jserve COMMAND [flags]        jserve COMMAND --help tells more

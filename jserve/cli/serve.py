@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 import time
 
+from jserve.cli import logs
 from jserve.cli.command import Command
 from jserve.cli.flags import add_config_flags, config_from
 from jserve.cli.progress import StartReport
-from jserve.config import Config
+from jserve.config import Config, ConfigError
 from jserve.local_engine import start_engine
 
 
@@ -21,9 +21,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
-    # The libraries' own talk stays out of the log, their warnings do not.
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
-    logging.getLogger("jserve").setLevel(logging.DEBUG if arguments.debug else logging.INFO)
+    if config.server.log_format not in logs.FORMATS:
+        raise ConfigError(f"server.log_format = {config.server.log_format!r}: expected {' or '.join(logs.FORMATS)}")
+    logs.set_up(
+        sys.stderr, as_json=config.server.log_format == "json", requests=config.server.log_requests,
+        debug=arguments.debug,
+    )
     return asyncio.run(_serve(config))
 
 

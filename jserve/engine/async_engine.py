@@ -10,13 +10,16 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from pathlib import Path
 
 import numpy as np
 
 from jserve.config import Config
+from jserve.engine import request_log
 from jserve.engine.channel import Channel, merge
 from jserve.engine.info import Loads, ModelInfo
 from jserve.engine.loop import EngineLoop
+from jserve.engine.profile import Profiler
 from jserve.engine.streams import OutputThread, RequestStream
 from jserve.kv.block_keys import sequence_salt
 from jserve.metrics import Histograms, LoadsCollector, RequestCounts
@@ -62,6 +65,7 @@ class AsyncEngine:
         self._outputs = outputs
         self._max_waiting = max_waiting
         self._compiles_after_ready = compiles_after_ready
+        self._profiler = Profiler(Path(config.compile.cache_dir) / "profiles", lambda: loop.totals.num_steps)
         self._streams: dict[str, RequestStream | None] = {}
         self._state = "starting"
 
@@ -98,6 +102,7 @@ class AsyncEngine:
 
     def stop(self) -> None:
         self._state = "stopped"
+        self._profiler.close()
         self._loop.stop()
         self._outputs.stop()
 
@@ -109,10 +114,12 @@ class AsyncEngine:
         Raises:
           RequestError: before the first update where the request is refused, later only for an INTERNAL failure.
         """
+        began, update, failure = time.perf_counter(), None, None
         try:
             stream = await self._admit(request)
-        except RequestError:
+        except RequestError as refusal:
             self.counts.refused += 1
+            request_log.refused(request.request_id, refusal)
             raise
         try:
             while True:
@@ -120,10 +127,14 @@ class AsyncEngine:
                 yield update
                 if update.usage is not None:
                     return
+        except RequestError as error:
+            failure = error
+            raise
         finally:
             self._streams.pop(stream.request_id, None)
             if not stream.done:
                 self._loop.abort(stream.request_id)
+            request_log.ended(stream.request_id, update, time.perf_counter() - began, failure)
 
     async def generate_all(self, request: GenerateRequest) -> GenerateUpdate:
         """The whole answer as one update."""
@@ -295,6 +306,18 @@ class AsyncEngine:
     async def flush_cache(self) -> int:
         """Forgets every cached block that no sequence owns; returns how many."""
         return await asyncio.wrap_future(self._loop.call(self._scheduler.blocks.flush))
+
+    async def start_profile(self, folder: str | None, num_steps: int | None) -> str:
+        """Begins a jax.profiler trace of `num_steps` steps (None: until `stop_profile`); its folder.
+
+        Raises:
+          RequestError: FAILED_PRECONDITION where one runs, INVALID_ARGUMENT where the folder cannot be made.
+        """
+        return await asyncio.to_thread(self._profiler.start, folder, num_steps)
+
+    async def stop_profile(self) -> str:
+        """Writes the trace; its folder.  FAILED_PRECONDITION where none runs."""
+        return await asyncio.to_thread(self._profiler.stop)
 
     async def check_integrity(self) -> list[str]:
         """Violated invariants of the KV bookkeeping, in words; empty when sound."""

@@ -285,8 +285,10 @@ class StartProfileRequest(_message.Message):
     def __init__(self, output_dir: _Optional[str] = ..., num_steps: _Optional[int] = ...) -> None: ...
 
 class StartProfileResponse(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("output_dir",)
+    OUTPUT_DIR_FIELD_NUMBER: _ClassVar[int]
+    output_dir: str
+    def __init__(self, output_dir: _Optional[str] = ...) -> None: ...
 
 class StopProfileRequest(_message.Message):
     __slots__ = ()

@@ -168,14 +168,14 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StartProfile(self, request, context):
-        """Not built yet: UNIMPLEMENTED.
+        """Begins a jax.profiler trace.  FAILED_PRECONDITION where one runs already.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopProfile(self, request, context):
-        """Not built yet: UNIMPLEMENTED.
+        """Writes the trace.  FAILED_PRECONDITION where none runs, also where it stopped by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

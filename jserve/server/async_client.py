@@ -90,6 +90,15 @@ class AsyncClient:
         """One line a violation."""
         return list((await _call(self._control.CheckIntegrity, control_pb2.CheckIntegrityRequest())).violations)
 
+    async def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> str:
+        """Begins a jax.profiler trace; its folder on the server.  It stops by itself after `num_steps` steps."""
+        request = control_pb2.StartProfileRequest(output_dir=output_dir, num_steps=num_steps)
+        return (await _call(self._control.StartProfile, request)).output_dir
+
+    async def stop_profile(self) -> str:
+        """Writes the trace; its folder on the server."""
+        return (await _call(self._control.StopProfile, control_pb2.StopProfileRequest())).output_dir
+
     async def drain(self, timeout_s: float | None = None) -> None:
         """Starts the drain and returns; the server exits when it is done."""
         await _call(self._control.Drain, control_pb2.DrainRequest(timeout_s=timeout_s))

@@ -80,6 +80,14 @@ class ControlService:
         violations = await self._state.engine_when_ready().check_integrity()
         return pb.CheckIntegrityResponse(ok=not violations, violations=violations)
 
+    async def StartProfile(self, message: pb.StartProfileRequest, _: grpc.aio.ServicerContext) -> pb.StartProfileResponse:
+        num_steps = message.num_steps if message.HasField("num_steps") else None
+        folder = await self._state.engine_when_ready().start_profile(message.output_dir or None, num_steps)
+        return pb.StartProfileResponse(output_dir=folder)
+
+    async def StopProfile(self, _: pb.StopProfileRequest, context: grpc.aio.ServicerContext) -> pb.StopProfileResponse:
+        return pb.StopProfileResponse(output_dir=await self._state.engine_when_ready().stop_profile())
+
     async def Drain(self, message: pb.DrainRequest, _: grpc.aio.ServicerContext) -> pb.DrainResponse:
         timeout_s = message.timeout_s if message.HasField("timeout_s") else None
         if timeout_s is not None and not (math.isfinite(timeout_s) and timeout_s >= 0):

@@ -40,6 +40,12 @@ class Engine(Protocol):
     async def check_integrity(self) -> list[str]:
         """One line a violation."""
 
+    async def start_profile(self, folder: str | None, num_steps: int | None) -> str:
+        """The folder that the trace will be written to; None: one of the engine's choice.  RequestError: it cannot."""
+
+    async def stop_profile(self) -> str:
+        """The folder with the trace.  RequestError where none runs."""
+
     def begin_drain(self) -> None:
         """From now on `generate` raises UNAVAILABLE; what is waiting or running goes on."""
 

@@ -159,6 +159,10 @@ class Tokenizer:
         """One token as text, for logprobs; bytes that are no whole character show as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
+    def to_json(self) -> str:
+        """As HF's tokenizer.json: the same ids for the same text; adding BOS stays with whoever reads it."""
+        return self._backend.parsing.to_str()
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._table.special_ids
 

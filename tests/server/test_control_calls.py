@@ -101,3 +101,12 @@ async def test_a_bad_call_is_refused_by_field(method, request_, field):
         error = from_rpc_error(caught.value)
         assert (error.code, error.field) == (Code.INVALID_ARGUMENT, field)
         assert not server.state.is_draining
+
+
+async def test_profiles_are_the_engines():
+    async with serving(FakeEngine()) as (_, client):
+        assert await client.start_profile("/tmp/trace", 5) == "/tmp/trace:5"
+        assert await client.start_profile() == "None:None"
+        with pytest.raises(RequestError) as refusal:
+            await client.stop_profile()
+    assert refusal.value.code is Code.FAILED_PRECONDITION

@@ -183,6 +183,12 @@ class FakeEngine:
     async def check_integrity(self) -> list[str]:
         return self.violations
 
+    async def start_profile(self, folder, num_steps) -> str:
+        return f"{folder}:{num_steps}"
+
+    async def stop_profile(self) -> str:
+        raise RequestError(Code.FAILED_PRECONDITION, "no profile is running")
+
     def begin_drain(self) -> None:
         self.state = "draining"
 
