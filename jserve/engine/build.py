@@ -104,15 +104,16 @@ def _ready_runner(
     config: Config, programs: ProgramSet, model: LoadedModel, blocks: BlockManager, report: Report
 ) -> ModelRunner:
     """A runner whose programs have run once.  Where executables of an earlier start fail, all are compiled again."""
-    store = ExecutableStore(os.path.join(config.compile.cache_dir, "executables"), programs.fingerprint(model.params))
+    params = programs.serve_params(model.params)
+    store = ExecutableStore(os.path.join(config.compile.cache_dir, "executables"), programs.fingerprint(params))
 
     def make_programs_ready() -> None:
         programs.compile(
-            model.params, config.compile.num_threads, lambda done, total: report.progress("compile", done, total), store
+            params, config.compile.num_threads, lambda done, total: report.progress("compile", done, total), store
         )
 
     make_programs_ready()
-    runner = ModelRunner(programs, model.params, blocks.tables)
+    runner = ModelRunner(programs, params, blocks.tables)
     try:
         runner.warm_up()
     except jax.errors.JaxRuntimeError as error:

@@ -8,6 +8,8 @@ columns, then its up columns; one shard unless asked).
 
 from __future__ import annotations
 
+from typing import Any
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -18,7 +20,7 @@ from jserve.models.inputs import AttentionPlan, ForwardInputs, attention_spec
 from jserve.models.layers import apply_rope, dot_precision, linear, rms_norm, rope_table
 from jserve.models.run_layers import run_layers
 from jserve.models.spec import Initialiser, ParamSpec, Piece, normal, ones, zeros
-from pallas_kernels.paged_attention import paged_attention, prepare
+from pallas_kernels.paged_attention import AttentionSpec, paged_attention, prepare
 
 
 @flax.struct.dataclass
@@ -45,6 +47,14 @@ class LlamaParams:
     head: jax.Array | None  # [V, D]; None: tied to the embedding
 
 
+@flax.struct.dataclass
+class StepContext:
+    """What every layer of a step reads: computed once."""
+
+    attention: Any  # metadata of paged attention
+    rope: tuple[jax.Array, jax.Array]
+
+
 def forward(
     params: LlamaParams,
     config: ModelConfig,
@@ -54,28 +64,61 @@ def forward(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """One step over T flat tokens: (hidden [T, D] after the final norm, pools with this step's keys and values).
 
-    Writes the pools in place where the caller donates them.  Rows of padding tokens are unspecified.
+    Writes the pools in place where the caller donates them.  Rows of padding tokens are unspecified.  `begin`, `layer`
+    and `finish` are its parts, for callers that run a program a layer.
     """
-    (group,), (layout,), (batch,), (pool,) = config.layer_groups, attention.layouts, inputs.batches, pools
-    spec = attention_spec(config, group, attention.decode_only)
+
+    def one_layer(carry: tuple[jax.Array, tuple], weights: LlamaLayers, index: jax.Array | int):
+        return layer(weights, config, index, *carry, context, attention)
+
+    hidden_TD, context = begin(params, config, inputs, attention)
+    hidden_TD, pools = run_layers(one_layer, (hidden_TD, pools), params.layers, attention.platform)
+    return finish(params, config, hidden_TD), pools
+
+
+def begin(
+    params: LlamaParams, config: ModelConfig, inputs: ForwardInputs, attention: AttentionPlan
+) -> tuple[jax.Array, StepContext]:
+    """Hidden [T, D] before the first layer, and what all layers read."""
+    (layout,), (batch,) = attention.layouts, inputs.batches
+    spec = _spec(config, attention)
     metadata = prepare(batch, inputs.token_ids.shape[0], layout, spec, attention.implementation)
     rope = rope_table(config.rope, config.head_dim, inputs.positions)
-
-    def layer(carry: tuple[jax.Array, jax.Array], weights: LlamaLayers, index: jax.Array | int):
-        hidden_TD, pool = carry
-        q_TNH, k_TKH, v_TKH = _qkv(rms_norm(hidden_TD, weights.attention_norm, config.norm_eps), weights, config, rope)
-        heads_TNH, pool = paged_attention(
-            q_TNH, k_TKH, v_TKH, pool, index, metadata,
-            layout=layout, spec=spec, implementation=attention.implementation,
-        )  # fmt: skip
-        heads_TD = heads_TNH.reshape(heads_TNH.shape[0], -1)
-        hidden_TD = hidden_TD + linear(heads_TD, weights.attention_out, weights.attention_out_bias)
-        return hidden_TD + _mlp(rms_norm(hidden_TD, weights.mlp_norm, config.norm_eps), weights), pool
-
     # mode="clip": ids are checked at the edge, and the default would add code for negative ones
     hidden_TD = jnp.take(params.embedding, inputs.token_ids, axis=0, mode="clip")
-    hidden_TD, pool = run_layers(layer, (hidden_TD, pool), params.layers, attention.platform)
-    return rms_norm(hidden_TD, params.final_norm, config.norm_eps), (pool,)
+    return hidden_TD, StepContext(metadata, rope)
+
+
+def layer(
+    weights: LlamaLayers,
+    config: ModelConfig,
+    index: jax.Array | int,
+    hidden_TD: jax.Array,
+    pools: tuple[jax.Array, ...],
+    context: StepContext,
+    attention: AttentionPlan,
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """Hidden and pools after layer `index`, whose weights have no layer axis."""
+    (layout,), (pool,) = attention.layouts, pools
+    x_TD = rms_norm(hidden_TD, weights.attention_norm, config.norm_eps)
+    q_TNH, k_TKH, v_TKH = _qkv(x_TD, weights, config, context.rope)
+    heads_TNH, pool = paged_attention(
+        q_TNH, k_TKH, v_TKH, pool, index, context.attention,
+        layout=layout, spec=_spec(config, attention), implementation=attention.implementation,
+    )  # fmt: skip
+    heads_TD = heads_TNH.reshape(heads_TNH.shape[0], -1)
+    hidden_TD = hidden_TD + linear(heads_TD, weights.attention_out, weights.attention_out_bias)
+    return hidden_TD + _mlp(rms_norm(hidden_TD, weights.mlp_norm, config.norm_eps), weights), (pool,)
+
+
+def finish(params: LlamaParams, config: ModelConfig, hidden_TD: jax.Array) -> jax.Array:
+    """Hidden [T, D] after the final norm."""
+    return rms_norm(hidden_TD, params.final_norm, config.norm_eps)
+
+
+def _spec(config: ModelConfig, attention: AttentionPlan) -> AttentionSpec:
+    (group,) = config.layer_groups
+    return attention_spec(config, group, attention.decode_only)
 
 
 def logits(params: LlamaParams, config: ModelConfig, hidden_RD: jax.Array) -> jax.Array:

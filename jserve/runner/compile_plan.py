@@ -1,7 +1,8 @@
 """The compile plan: the finite list of programs that serving needs, computed from the config before anything is compiled.
 
-A forward program per token bucket (mixed steps) and per sequence bucket (every row one token); a sampler per row bucket
-and variant; a scorer for prompt log-probabilities.  Forward and sampler are separate, so variants do not multiply buckets.
+A forward program per token bucket (mixed steps) and per sequence bucket (every row one token); an LM head per sequence
+bucket; a sampler per row bucket and variant; a scorer for prompt log-probabilities.  Forward, head and sampler are
+separate, so variants do not multiply buckets.
 """
 
 from __future__ import annotations
@@ -63,21 +64,22 @@ class CompilePlan:
 
     @property
     def sampler_shapes(self) -> tuple[SamplerShape, ...]:
-        return tuple(
-            SamplerShape(rows, variant) for variant in SERVED_VARIANTS for rows in self.sampler_rows(variant)
-        )
+        return tuple(SamplerShape(rows, variant) for variant in SERVED_VARIANTS for rows in self.sampler_rows)
 
-    def sampler_rows(self, variant: SamplerVariant) -> tuple[int, ...]:
-        """Row buckets of a variant: every sequence bucket for the cheap greedy one, three for those that take longer to
-        compile."""
-        if variant == SamplerVariant(SamplerKind.GREEDY, logprobs=False):
-            return self.sequence_buckets
-        return tuple(sorted({min(size, self.num_slots) for size in (1, 8, self.num_slots)}))
+    @property
+    def head_rows(self) -> tuple[int, ...]:
+        """Row buckets of the LM head, the costly part of sampling."""
+        return self.sequence_buckets
+
+    @property
+    def sampler_rows(self) -> tuple[int, ...]:
+        """Row buckets of the samplers: two, because a sampler compiles for seconds and runs for little of a step."""
+        return tuple(sorted({min(size, self.num_slots) for size in (8, self.num_slots)}))
 
     def __str__(self) -> str:
         return (
             f"{len(self.step_shapes)} forward programs (decode rows {_listed(self.sequence_buckets)}; mixed tokens "
-            f"{_listed(self.token_buckets)}), {len(self.sampler_shapes)} samplers, 1 prompt scorer"
+            f"{_listed(self.token_buckets)}), {len(self.head_rows)} heads, {len(self.sampler_shapes)} samplers, 1 prompt scorer"
         )
 
 

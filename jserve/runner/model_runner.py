@@ -15,6 +15,7 @@ import numpy as np
 
 from jserve.runner.batch import build
 from jserve.runner.compile_plan import SCORED_ROWS, StepShape
+from jserve.runner.forward import ServedParams
 from jserve.runner.programs import ProgramSet, SampledColumns
 from jserve.runner.sampling_rows import SamplingRows
 from jserve.sampling.sampler import SamplerVariant
@@ -46,7 +47,7 @@ class ModelRunner:
       tables: block tables by slot of each layer group, i32[num_slots, max_blocks]; read at launch.
     """
 
-    def __init__(self, programs: ProgramSet, params, tables: tuple[np.ndarray, ...]):
+    def __init__(self, programs: ProgramSet, params: ServedParams, tables: tuple[np.ndarray, ...]):
         self._programs = programs
         self._params = params
         self._tables = tables
@@ -83,10 +84,11 @@ class ModelRunner:
         sampled = variant = None
         if len(plan.sampling_rows):
             variant = self._sampling.variant(plan.slots[plan.sampling_rows])
-            num_rows = bucket_for(programs.plan.sampler_rows(variant), len(plan.sampling_rows))
-            self._slot_tokens, sampled = programs.sample(
-                (num_rows, variant), self._params, sample_hidden, self._slot_tokens, self._sampling.build(plan, num_rows)
+            logits = programs.logits(
+                bucket_for(programs.plan.head_rows, len(plan.sampling_rows)), self._params, sample_hidden
             )
+            packed = self._sampling.build(plan, len(logits))
+            self._slot_tokens, sampled = programs.sample(variant, logits, self._slot_tokens, packed)
         scored = self._score_prompts(plan, shape, hidden)
         self._in_flight.append(_InFlight(plan, launched, sampled, variant, scored))
 

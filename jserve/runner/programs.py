@@ -9,23 +9,26 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jserve.models.config import ModelConfig
-from jserve.models.inputs import AttentionPlan, ForwardInputs
+from jserve.models.inputs import AttentionPlan
 from jserve.models.registry import model_code
 from jserve.runner import sampling_rows
-from jserve.runner.batch import InputLayout, fed_token_ids
+from jserve.runner.batch import InputLayout
 from jserve.runner.compile_plan import SCORED_ROWS, SERVED_VARIANTS, CompilePlan, SamplerShape, StepShape
 from jserve.runner.compiler import compile_all
 from jserve.runner.executable_store import ExecutableStore, fingerprint
+from jserve.runner.forward import ForwardPrograms, ServedParams, serve_params
 from jserve.sampling.limits import MAX_LOGPROBS
 from jserve.sampling.prompt_scores import score_positions
 from jserve.sampling.sampler import SamplerVariant, sample
 from jserve.sampling.scores import TokenScores
+from jserve.scheduler.buckets import bucket_for
 from pallas_kernels.block_copy import copy_blocks
 from pallas_kernels.paged_attention import PoolLayout
 
@@ -91,9 +94,22 @@ class ProgramSet:
         self._input_layouts = {
             shape: InputLayout(shape, plan.num_slots, max_blocks, len(layouts)) for shape in plan.step_shapes
         }
+        by_layer = layouts[0].platform == "cpu"
+        self._forward = {
+            shape: ForwardPrograms(
+                self._model, config, layout, AttentionPlan(implementation, layouts, shape.decode_only), by_layer
+            )
+            for shape, layout in self._input_layouts.items()
+        }
+        self._by_layer = by_layer
         self._compiled: dict = {}
+        self._compiled_forward: dict[StepShape, dict] = {}
 
     # -- device state
+
+    def serve_params(self, params) -> ServedParams:
+        """A model's parameter tree in the form that the programs take."""
+        return serve_params(params, self._by_layer)
 
     def allocate_pools(self) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(shape, layout.storage_dtype) for shape, layout in zip(self._pool_shapes, self._layouts))
@@ -112,18 +128,22 @@ class ProgramSet:
 
     # -- calls
 
-    def forward(self, shape: StepShape, params, pools, slot_tokens, packed: np.ndarray):
+    def forward(self, shape: StepShape, params: ServedParams, pools, slot_tokens, packed: np.ndarray):
         """Donates pools.  Returns hidden [T, D], sample_hidden [num_slots, D], pools."""
-        return self._compiled[shape](params, pools, slot_tokens, packed)
+        return self._forward[shape](self._compiled_forward[shape], params, pools, slot_tokens, packed)
 
-    def sample(self, shape: tuple[int, SamplerVariant], params, sample_hidden, slot_tokens, packed: np.ndarray):
+    def logits(self, num_rows: int, params: ServedParams, sample_hidden: jax.Array) -> jax.Array:
+        """f32[sampler rows, V] of the first `num_rows` (a bucket of the head), zeros below."""
+        return self._compiled["head", num_rows](params.outer, sample_hidden)
+
+    def sample(self, variant: SamplerVariant, logits: jax.Array, slot_tokens: jax.Array, packed: np.ndarray):
         """Returns the new slot_tokens and the packed output (see SampledColumns)."""
-        return self._compiled[SamplerShape(*shape)](params, sample_hidden, slot_tokens, packed)
+        return self._compiled[SamplerShape(len(packed), variant)](logits, slot_tokens, packed)
 
-    def score(self, shape: StepShape, params, hidden: jax.Array, packed: np.ndarray) -> jax.Array:
+    def score(self, shape: StepShape, params: ServedParams, hidden: jax.Array, packed: np.ndarray) -> jax.Array:
         """Scores prompt tokens: packed i32[2, SCORED_ROWS] holds flat positions and targets."""
         rows = self._compiled["select", shape](hidden, packed[0])
-        return self._compiled["score"](params, rows, packed[1])
+        return self._compiled["score"](params.outer, rows, packed[1])
 
     def copy_blocks(self, pools, copies: list[tuple[int, int, int]]):
         """Donates pools; copies blocks (group, source, destination)."""
@@ -135,15 +155,15 @@ class ProgramSet:
                 pools[group] = self._compiled["copy", group](pools[group], packed, np.int32(len(pairs)))
         return tuple(pools)
 
-    def run_each_once(self, params, pools, slot_tokens):
+    def run_each_once(self, params: ServedParams, pools, slot_tokens):
         """Runs the smallest step, sampler, scorer and copy on padding.  Returns pools and slot_tokens, unchanged."""
         shape = self.plan.step_shapes[0]
         padding = np.zeros(self.input_layout(shape).size, np.int32)
         hidden, sample_hidden, pools = self.forward(shape, params, pools, slot_tokens, padding)
+        logits = self.logits(self.plan.head_rows[0], params, sample_hidden)
         for variant in SERVED_VARIANTS:
-            rows = self.plan.sampler_rows(variant)[0]
-            packed = sampling_rows.padding(rows, self.num_slots)
-            slot_tokens, _ = self.sample((rows, variant), params, sample_hidden, slot_tokens, packed)
+            packed = sampling_rows.padding(len(logits), self.num_slots)
+            slot_tokens, _ = self.sample(variant, logits, slot_tokens, packed)
         self.score(shape, params, hidden, np.zeros((2, SCORED_ROWS), np.int32))
         pools = self.copy_blocks(pools, [(group, 0, 0) for group in range(len(pools))])
         return pools, slot_tokens
@@ -151,62 +171,70 @@ class ProgramSet:
     # -- compiling
 
     def compile(
-        self, params, num_threads: int, progress: Callable[[int, int], None], store: ExecutableStore | None = None
+        self, params: ServedParams, num_threads: int, progress: Callable[[int, int], None], store: ExecutableStore | None = None
     ) -> None:
         """Makes every program of the plan ready to run; `store` has executables of earlier starts."""
-        self._compiled = compile_all(self.jobs(params), num_threads, progress, store)
+        self._compiled = compile_all(self.jobs(params), num_threads, progress, store, self._compiler_options())
+        for shape in self._forward:
+            self._compiled_forward[shape] = {
+                key[1]: program for key, program in self._compiled.items() if isinstance(key, tuple) and key[0] == shape
+            }
 
-    def fingerprint(self, params) -> str:
+    def _compiler_options(self) -> dict[str, Any]:
+        """On CPU the costly LLVM passes are left out: a quarter of the compile time, and no difference in speed."""
+        return {"xla_llvm_disable_expensive_passes": True} if self._layouts[0].platform == "cpu" else {}
+
+    def fingerprint(self, params: ServedParams) -> str:
         """Equal only where all programs are."""
-        shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype), str(x.sharding)), params)
+        shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype), str(x.sharding)), (params.outer, params.layers))
         return fingerprint(
             self._config, self.plan, self._layouts, self._pool_shapes, self.implementation, self._num_real_tokens,
             self._max_blocks, shapes,
         )
 
-    def jobs(self, params) -> dict:
-        """shape -> function that lowers its program.  `params` may be arrays or their shapes."""
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    def jobs(self, params: ServedParams) -> dict:
+        """program -> function that lowers it; the parts of a forward pass are (shape, name of the part)."""
+        params = params.shapes()
         pools = tuple(
             jax.ShapeDtypeStruct(shape, layout.storage_dtype) for shape, layout in zip(self._pool_shapes, self._layouts)
         )
-        width, dtype = self._config.d_model, params.embedding.dtype
+        width, dtype = self._config.d_model, params.outer.embedding.dtype
         slot_tokens = _i32(self.num_slots + 1)
         sample_hidden = jax.ShapeDtypeStruct((self.num_slots, width), dtype)
         jobs: dict = {}
         # Largest first: the last thread to finish should not hold the longest job.
         for shape in sorted(self.plan.step_shapes, key=lambda s: -s.num_tokens):
             packed = _i32(self.input_layout(shape).size)
-            jobs[shape] = functools.partial(_lower, self._forward_program(shape), (1,), params, pools, slot_tokens, packed)
+            for part, lower in self._forward[shape].jobs(params, pools, slot_tokens, packed).items():
+                jobs[shape, part] = lower
             hidden = jax.ShapeDtypeStruct((shape.num_tokens, width), dtype)
             jobs["select", shape] = functools.partial(_lower, _select_rows, (), hidden, _i32(SCORED_ROWS))
+        for rows in self.plan.head_rows:
+            jobs["head", rows] = functools.partial(_lower, self._head_program(rows), (), params.outer, sample_hidden)
         for sampler_shape in sorted(self.plan.sampler_shapes, key=lambda s: -s.num_rows):
             packed = _i32(sampler_shape.num_rows, sampling_rows.NUM_COLUMNS)
+            logits = jax.ShapeDtypeStruct((sampler_shape.num_rows, self._config.vocab_size), jnp.float32)
             program = self._sampler_program(sampler_shape)
-            jobs[sampler_shape] = functools.partial(_lower, program, (), params, sample_hidden, slot_tokens, packed)
+            jobs[sampler_shape] = functools.partial(_lower, program, (), logits, slot_tokens, packed)
         rows = jax.ShapeDtypeStruct((SCORED_ROWS, width), dtype)
-        jobs["score"] = functools.partial(_lower, self._score_program, (), params, rows, _i32(SCORED_ROWS))
+        jobs["score"] = functools.partial(_lower, self._score_program, (), params.outer, rows, _i32(SCORED_ROWS))
         for group, pool in enumerate(pools):
             program = functools.partial(_copy_pairs, platform=self._layouts[group].platform)
             jobs["copy", group] = functools.partial(_lower, program, (0,), pool, _i32(2, NUM_COPIES), _i32())
         return jobs
 
-    def _forward_program(self, shape: StepShape) -> Callable:
-        layout = self.input_layout(shape)
-        attention = AttentionPlan(self.implementation, self._layouts, shape.decode_only)
+    def _head_program(self, num_rows: int) -> Callable:
+        padding = bucket_for(self.plan.sampler_rows, num_rows) - num_rows
 
-        def forward(params, pools, slot_tokens, packed):
-            inputs = layout.unpack(packed)
-            model_inputs = ForwardInputs(fed_token_ids(inputs, slot_tokens), inputs.positions, inputs.batches())
-            hidden_TD, pools = self._model.forward(params, self._config, pools, model_inputs, attention)
-            return hidden_TD, hidden_TD[inputs.sample_tokens], pools
+        def head(outer, sample_hidden):
+            logits_RV = self._model.logits(outer, self._config, sample_hidden[:num_rows])
+            return jnp.pad(logits_RV, ((0, padding), (0, 0)))
 
-        return forward
+        return head
 
     def _sampler_program(self, shape: SamplerShape) -> Callable:
-        def sample_rows(params, sample_hidden, slot_tokens, packed):
+        def sample_rows(logits_RV, slot_tokens, packed):
             slots, inputs = sampling_rows.unpack(packed, self.num_slots)
-            logits_RV = self._model.logits(params, self._config, sample_hidden[: shape.num_rows])
             out = sample(logits_RV, inputs, shape.variant, self._num_real_tokens)
             columns = _pack_columns(out.token_ids, out.logprob, out.is_sound, out.scores)
             return slot_tokens.at[slots].set(out.token_ids), columns

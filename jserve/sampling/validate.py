@@ -138,9 +138,10 @@ def _read_fields(params: SamplingParams, model: ModelLimits) -> dict[str, Any]:
 
 def _refuse_ids_beyond(vocab_size: int, path: str, token_ids: Iterable[int]) -> None:
     """Readers have refused negative ids; how many there are is the model's to say."""
-    for token_id in token_ids:
+    for index, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
-            raise invalid(path, token_id, f"must be in 0..{vocab_size - 1}, the model's vocabulary")
+            entry = token_id if isinstance(token_ids, Mapping) else index
+            raise invalid(f"{path}[{entry}]", token_id, f"must be in 0..{vocab_size - 1}, the model's vocabulary")
 
 
 def _room_after_prompt(num_prompt_tokens: int, max_tokens: int | None, model: ModelLimits) -> int:

@@ -106,7 +106,9 @@ async def test_all_prompts_at_once(engines, setting):
             for record, update in zip(GOLDEN, updates):
                 check(record, update)
         assert await client.check_integrity() == []
-        assert updates[0].usage.cached_tokens == 0 and max(u.usage.cached_tokens for u in updates) >= 32
+        assert updates[0].usage.cached_tokens == 0  # its prompt fills no block
+        if "pool" not in setting:  # a pool that small keeps nothing from one round to the next
+            assert max(u.usage.cached_tokens for u in updates) >= 32
     assert engine.loads().compiles_after_ready == 0
     assert engine.loads().kv_usage == 0
 

@@ -1,0 +1,118 @@
+"""The forward programs of one step shape, in the form that suits the platform.
+
+TPU and GPU run a step as one program.  XLA's CPU compiler would copy every layer's weights out of their stack in each
+step, which doubles the time of small steps; so on CPU a layer is a program of its own, called once for each layer with
+arrays of that layer.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jserve.models.config import ModelConfig
+from jserve.models.inputs import AttentionPlan, ForwardInputs
+from jserve.runner.batch import InputLayout, fed_token_ids
+
+
+@dataclass(frozen=True)
+class ServedParams:
+    """Parameters as the programs take them.
+
+    Attributes:
+      outer: the model's tree with `layers` None.
+      layers: the layers' tree, stacked on axis 0; or a tuple of trees, one a layer.
+    """
+
+    outer: Any
+    layers: Any
+
+    @property
+    def by_layer(self) -> bool:
+        return isinstance(self.layers, tuple)
+
+    def shapes(self) -> ServedParams:
+        as_shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+        return ServedParams(jax.tree.map(as_shape, self.outer), jax.tree.map(as_shape, self.layers))
+
+
+def serve_params(params: Any, by_layer: bool) -> ServedParams:
+    """Splits a model's tree.  `by_layer` makes an array for each layer, on CPU without a copy (rows of a host array
+    are arrays by themselves where they are aligned)."""
+    outer, layers = params.replace(layers=None), params.layers
+    if by_layer:
+        stacks = jax.tree.map(np.asarray, layers)
+        num_layers = jax.tree.leaves(stacks)[0].shape[0]
+        layers = tuple(jax.tree.map(lambda stack: jax.device_put(stack[i]), stacks) for i in range(num_layers))
+    return ServedParams(outer, layers)
+
+
+class ForwardPrograms:
+    """Lowers and calls the forward pass of a step shape.
+
+    Args:
+      model: module of the model family (begin, layer, finish, forward).
+    """
+
+    def __init__(self, model: Any, config: ModelConfig, layout: InputLayout, attention: AttentionPlan, by_layer: bool):
+        self._model = model
+        self._config = config
+        self._layout = layout
+        self._attention = attention
+        self._by_layer = by_layer
+        self._indices = [np.int32(index) for index in range(config.num_layers)]
+
+    def jobs(self, params: ServedParams, pools: tuple, slot_tokens: jax.ShapeDtypeStruct, packed: Any) -> dict:
+        """name of each program -> function that lowers it; the arguments may be shapes."""
+        if not self._by_layer:
+            return {"forward": _lowering(self._whole, (2,), params.outer, params.layers, pools, slot_tokens, packed)}
+        hidden, sample_tokens, context = jax.eval_shape(self._begin, params.outer, slot_tokens, packed)
+        weights, index = params.layers[0], jax.ShapeDtypeStruct((), jnp.int32)
+        return {
+            "begin": _lowering(self._begin, (), params.outer, slot_tokens, packed),
+            "layer": _lowering(self._layer, (2, 3), weights, index, hidden, pools, context),
+            "finish": _lowering(self._finish, (1,), params.outer, hidden, sample_tokens),
+        }
+
+    def __call__(self, compiled: dict, params: ServedParams, pools: tuple, slot_tokens: jax.Array, packed: np.ndarray):
+        """Returns hidden [T, D], sample_hidden [num_slots, D] and the pools, which were donated."""
+        if not self._by_layer:
+            return compiled["forward"](params.outer, params.layers, pools, slot_tokens, packed)
+        hidden, sample_tokens, context = compiled["begin"](params.outer, slot_tokens, packed)
+        layer = compiled["layer"]
+        for index, weights in zip(self._indices, params.layers):
+            hidden, pools = layer(weights, index, hidden, pools, context)
+        hidden, sample_hidden = compiled["finish"](params.outer, hidden, sample_tokens)
+        return hidden, sample_hidden, pools
+
+    def _whole(self, outer, layers, pools, slot_tokens, packed):
+        inputs, model_inputs = self._inputs(slot_tokens, packed)
+        params = outer.replace(layers=layers)
+        hidden_TD, pools = self._model.forward(params, self._config, pools, model_inputs, self._attention)
+        return hidden_TD, hidden_TD[inputs.sample_tokens], pools
+
+    def _begin(self, outer, slot_tokens, packed):
+        inputs, model_inputs = self._inputs(slot_tokens, packed)
+        hidden_TD, context = self._model.begin(outer, self._config, model_inputs, self._attention)
+        return hidden_TD, inputs.sample_tokens, context
+
+    def _layer(self, weights, index, hidden_TD, pools, context):
+        return self._model.layer(weights, self._config, index, hidden_TD, pools, context, self._attention)
+
+    def _finish(self, outer, hidden_TD, sample_tokens):
+        hidden_TD = self._model.finish(outer, self._config, hidden_TD)
+        return hidden_TD, hidden_TD[sample_tokens]
+
+    def _inputs(self, slot_tokens, packed):
+        inputs = self._layout.unpack(packed)
+        return inputs, ForwardInputs(fed_token_ids(inputs, slot_tokens), inputs.positions, inputs.batches())
+
+
+def _lowering(program: Callable, donated: tuple[int, ...], *arguments) -> Callable[[], jax.stages.Lowered]:
+    return functools.partial(jax.jit(program, donate_argnums=donated).lower, *arguments)
