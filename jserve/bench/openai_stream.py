@@ -15,13 +15,33 @@ from jserve.request import Code, GenerateRequest, RequestError, Usage
 PLAIN = ("temperature", "top_p", "seed", "max_tokens", "stop", "frequency_penalty", "presence_penalty")
 EXTENSIONS = ("top_k", "min_p", "ignore_eos", "min_tokens", "repetition_penalty", "stop_token_ids")
 """Fields beyond OpenAI's, of vLLM and most servers after it; sent only where they are set."""
+HELPERS = ("return_token_ids", "continuous_usage_stats")
 
 
 def openai_stream(client: HttpClient, model: str) -> Stream:
+    """A field that only helps to count and that the server refuses by name is left out from then on."""
+    unknown: set[str] = set()
+
+    async def events(request: GenerateRequest) -> AsyncIterator[dict]:
+        while True:
+            path, message = to_message(request, model)
+            left_out = frozenset(unknown)
+            for name in left_out:
+                message.pop(name, None)
+                message["stream_options"].pop(name, None)
+            try:
+                async for event in client.events(path, message):
+                    yield event
+                return
+            except RequestError as error:
+                refused = {name for name in HELPERS if name in error.message} - left_out
+                if error.code is not Code.INVALID_ARGUMENT or not refused:
+                    raise
+                unknown.update(refused)
+
     async def stream(request: GenerateRequest) -> AsyncIterator[Piece]:
-        path, message = to_message(request, model)
         num_before = 0
-        async for event in client.events(path, message):
+        async for event in events(request):
             piece = _piece(event, num_before)
             if piece.usage is not None:
                 num_before = piece.usage.completion_tokens

@@ -96,8 +96,9 @@ def _rest_of_choice(call: ChatCall, delta: OutputDelta) -> dict:
     logprobs = None
     if call.top_logprobs is not None:
         logprobs = chat_logprobs(delta.logprobs or (), call.top_logprobs)
+    ids = {"token_ids": delta.token_ids} if call.delivery.return_token_ids else {}
     return {"logprobs": logprobs, "finish_reason": FINISH_REASONS.get(delta.finish_reason),
-            "stop_reason": delta.matched_stop}
+            "stop_reason": delta.matched_stop, **ids}
 
 
 def _head(call: ChatCall, kind: str) -> dict:

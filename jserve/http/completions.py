@@ -137,6 +137,8 @@ class _Choice:
         positions = [(position, self._call.is_hidden(position.chosen.token_id)) for position in delta.logprobs or ()]
         piece = {"index": self._index, "text": text, "logprobs": None,
                  "finish_reason": FINISH_REASONS.get(delta.finish_reason), "stop_reason": delta.matched_stop}
+        if self._call.delivery.return_token_ids:
+            piece["token_ids"] = delta.token_ids
         if self._is_first:
             self._is_first = False
             if self._call.echo:

@@ -26,6 +26,8 @@ class Delivery:
 
     stream: bool
     include_usage: bool
+    return_token_ids: bool = False
+    """Each choice, and each piece of one, tells its token ids, as vLLM's does."""
 
 
 def take_model(fields: Fields, served_name: str) -> None:
@@ -37,16 +39,17 @@ def take_model(fields: Fields, served_name: str) -> None:
 
 def take_delivery(fields: Fields) -> Delivery:
     stream = fields.take("stream", bool, default=False)
+    return_token_ids = fields.take("return_token_ids", bool, default=False)
     options = fields.take_object("stream_options")
     if options is None:
-        return Delivery(stream, include_usage=False)
+        return Delivery(stream, False, return_token_ids)
     if not stream:
         raise RequestError(Code.INVALID_ARGUMENT, "stream_options: has no meaning without stream = true",
                            field="stream_options")
     include_usage = options.take("include_usage", bool, default=False)
     options.take_neutral("include_obfuscation", False)
     options.finish()
-    return Delivery(stream, include_usage)
+    return Delivery(stream, include_usage, return_token_ids)
 
 
 def take_request_fields(fields: Fields) -> dict[str, Any]:

@@ -131,3 +131,13 @@ async def test_prompt_logprobs_of_their_own_are_shown_as_vllm_does():
     first, *rest = answer.json["choices"][0]["prompt_logprobs"]
     assert first is None and len(rest) == 2
     assert rest[0] == {"11": {"logprob": -0.5, "rank": 1, "decoded_token": "t0"}}
+
+
+async def test_token_ids_are_told_where_asked():
+    body = {"model": MODEL, "prompt": [5, 6], "max_tokens": 3, "return_token_ids": True}
+    async with http_serving(FakeEngine()) as (server, _):
+        [choice] = (await post(server, "/v1/completions", body)).json["choices"]
+        pieces = events(await post(server, "/v1/completions", {**body, "stream": True}))
+        [plain] = (await post(server, "/v1/completions", {**body, "return_token_ids": False})).json["choices"]
+    assert choice["token_ids"] == [10, 11, 12] and "token_ids" not in plain
+    assert [token_id for piece in pieces[:-1] for one in piece["choices"] for token_id in one["token_ids"]] == [10, 11, 12]
