@@ -47,6 +47,10 @@ class KvSection:
     """float32 or bfloat16. auto: float32 on CPU, the model's dtype elsewhere."""
     prefix_cache: bool = True
     """Reuse the blocks of equal prefixes across requests."""
+    preemption: str = "auto"
+    """When blocks run out: recompute (drop and compute again), swap (to host memory and back), auto: what costs less."""
+    host_memory_bytes: int | None = None
+    """Host memory for swapping; 0: none. auto: as much as the pool, at most 4 GiB and a quarter of what is available."""
 
 
 @dataclass(frozen=True)

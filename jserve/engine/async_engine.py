@@ -50,6 +50,7 @@ class AsyncEngine:
         counts: RequestCounts,
         histograms: Histograms,
         max_waiting: int,
+        bytes_per_block: int,
         compiles_after_ready: Callable[[], int],
     ):
         self.info = info
@@ -64,6 +65,7 @@ class AsyncEngine:
         self._loop = loop
         self._outputs = outputs
         self._max_waiting = max_waiting
+        self._bytes_per_block = bytes_per_block
         self._compiles_after_ready = compiles_after_ready
         self._profiler = Profiler(Path(config.compile.cache_dir) / "profiles", lambda: loop.totals.num_steps)
         self._streams: dict[str, RequestStream | None] = {}
@@ -283,9 +285,9 @@ class AsyncEngine:
             num_cached_blocks=blocks.num_cached_blocks,
             num_saved_blocks=blocks.num_saved_blocks,
             num_preemptions=self._scheduler.num_preemptions,
-            num_swap_preemptions=0,
-            swapped_out_bytes=0,
-            swapped_in_bytes=0,
+            num_swap_preemptions=self._scheduler.num_swap_preemptions,
+            swapped_out_bytes=self._scheduler.num_saved_blocks * self._bytes_per_block,
+            swapped_in_bytes=self._scheduler.num_loaded_blocks * self._bytes_per_block,
             preempted_tokens_lost=self._scheduler.num_preempted_tokens,
             num_steps=totals.num_steps,
             prompt_tokens=counts.prompt_tokens,

@@ -32,13 +32,15 @@ from jserve.runner.programs import ProgramSet
 from jserve.sampling.fields import SUPPORTED
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.validate import generation_defaults
-from jserve.scheduler import POLICIES, PolicySettings, Scheduler, SchedulerLimits
+from jserve.scheduler import POLICIES, PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, preemption
 from jserve.scheduler.policies import parse_weights
 from jserve.tokenizer import Tokenizer, TokenizerError, from_folder, from_gguf
 from jserve.weights.load import LoadedModel, load_model
 from pallas_kernels.paged_attention import PoolLayout, choose, layout
 
 DTYPES = ("float32", "bfloat16")
+MOST_HOST_BYTES = 4 * 2**30
+"""Of host memory for swapping, where nothing else is asked."""
 
 
 class Report:
@@ -84,6 +86,10 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
     layouts = pool_layouts(model.config, config, platform)
     memory = size_pool(model, config, platform, layouts, plan)
     report.line(str(memory))
+    num_host_blocks = count_host_blocks(config, memory)
+    if num_host_blocks:
+        size = num_host_blocks * memory.bytes_per_block
+        report.line(f"swap: {num_host_blocks} blocks = {size / 2**30:.2f} GiB of host memory")
 
     kv = KvSettings(
         windows=tuple(group.sliding_window for group in model.config.layer_groups),
@@ -92,9 +98,10 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
         num_slots=plan.num_slots,
         max_blocks_per_seq=math.ceil(model.config.context_length / config.kv.block_size),
         prefix_cache=config.kv.prefix_cache,
+        num_host_blocks=(num_host_blocks + 1,) * len(layouts) if num_host_blocks else None,
     )
     blocks = kv.make(root_key(model=model.digest, dtype=config.model.dtype, kv_dtype=config.kv.dtype))
-    programs = make_programs(model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size)
+    programs = make_programs(model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size, num_host_blocks)
     report.line(f"compile plan: {plan}")
     runner = _ready_runner(config, programs, model, blocks, report)
     return _wire(config, model, tokenizer, plan, memory, kv, blocks, runner, counter, programs.implementation)
@@ -159,6 +166,10 @@ def resolve_automatic(config: Config, platform: str) -> Config:
     if not 0 < config.kv.memory_fraction <= 1:
         raise ConfigError(f"kv.memory_fraction = {config.kv.memory_fraction}: must be in (0, 1]")
     policy_settings(config)
+    if config.kv.preemption not in preemption.KINDS:
+        raise ConfigError(f"kv.preemption = {config.kv.preemption!r}: one of {', '.join(preemption.KINDS)}")
+    if (config.kv.host_memory_bytes or 0) < 0:
+        raise ConfigError(f"kv.host_memory_bytes = {config.kv.host_memory_bytes}: must be 0 or more")
     if config.parallel.tensor_parallel_size != 1:
         raise ConfigError(
             f"parallel.tensor_parallel_size = {config.parallel.tensor_parallel_size}: only 1 is built"
@@ -268,6 +279,7 @@ def make_programs(
     layouts: tuple[PoolLayout, ...],
     num_blocks: int,
     num_real_tokens: int,
+    num_host_blocks: int = 0,
 ) -> ProgramSet:
     """The programs of a resolved config, not yet compiled."""
     groups = model.layer_groups
@@ -285,7 +297,18 @@ def make_programs(
         implementation=implementations.pop(),
         max_blocks=math.ceil(model.context_length / config.kv.block_size),
         num_real_tokens=num_real_tokens,
+        num_host_blocks=num_host_blocks,
     )
+
+
+def count_host_blocks(config: Config, memory: MemoryPlan) -> int:
+    """Blocks of all layer groups that host memory takes for swapping."""
+    if config.kv.preemption == "recompute":
+        return 0
+    size = config.kv.host_memory_bytes
+    if size is None:
+        size = min(memory.pool_bytes, MOST_HOST_BYTES, available_host_bytes() // 4)
+    return size // memory.bytes_per_block
 
 
 def _wire(
@@ -309,6 +332,7 @@ def _wire(
         ),
         blocks,
         policy=policy_settings(config),
+        preemption=PreemptionSettings(config.kv.preemption, runner.swap_block_s),
     )
     eos_token_ids = tuple(model.eos_token_ids)
     defaults = read_generation_defaults(config, model)
@@ -369,6 +393,7 @@ def _wire(
         counts=counts,
         histograms=histograms,
         max_waiting=config.scheduler.max_waiting,
+        bytes_per_block=memory.bytes_per_block // len(model.config.layer_groups),
         compiles_after_ready=lambda: counter.num_after_ready,
     )
     engine.start()

@@ -214,7 +214,7 @@ class EngineLoop:
         self._in_flight.clear()
         error = RequestError(Code.INTERNAL, "the step that served this request failed; the server's log says why")
         result = fail(self._scheduler, list(dict.fromkeys(broken)), error)
-        self._scheduler.blocks.flush()
+        self._scheduler.forget_device()
         if self._log is not None:
             for sequence, _ in result.failed:
                 self._log.ended(sequence, FinishReason.ABORTED)

@@ -17,7 +17,7 @@ from jserve.config import ConfigError
 from jserve.engine.outputs import apply
 from jserve.engine.step_log import VERSION, KvSettings, PlanEncoder
 from jserve.request import FinishReason, Sampling
-from jserve.scheduler import PolicySettings, Scheduler, SchedulerLimits, Sequence, StepPlan
+from jserve.scheduler import PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, Sequence, StepPlan
 from jserve.scheduler.plan import StepOutput
 
 STOP_TOKEN = -2
@@ -64,7 +64,8 @@ class _Replayer:
         try:
             limits, kv = SchedulerLimits(**_tuples(header["limits"])), KvSettings(**_tuples(header["kv"]))
             self._kv = kv
-            self._scheduler = Scheduler(limits, kv.make(), lambda: 0.0, PolicySettings(**header["policy"]))
+            policy, preemption = PolicySettings(**header["policy"]), PreemptionSettings(**header.get("preemption", {}))
+            self._scheduler = Scheduler(limits, kv.make(), lambda: 0.0, policy, preemption)
         except (TypeError, KeyError) as error:
             raise ConfigError(f"{path}: the log is of another version: {error}") from None
         self._path = path
@@ -87,7 +88,7 @@ class _Replayer:
                     self._scheduler.blocks.flush()
                 elif "x" in record:
                     self._in_flight.clear()
-                    self._scheduler.blocks.flush()
+                    self._scheduler.forget_device()
                 elif (difference := self._plan(number, record["p"])) is not None:
                     break
         except (KeyError, ValueError, TypeError, AttributeError, IndexError) as error:
@@ -145,7 +146,7 @@ def describe(difference: Difference) -> str:
     names = {
         "join": "rows of one token that joined", "leave": "rows of one token that left",
         "chunks": "chunks [sequence, position, tokens]", "admit": "admitted [sequence, cached tokens]",
-        "bucket": "bucket", "free": "blocks left", "preempted": "preemptions so far",
+        "bucket": "bucket", "free": "blocks left", "preempted": "preemptions so far", "swap": "blocks moved to and from host memory",
         "sum": "checksum of all rows", "step": "step",
     }
     lines = [f"step {difference.step} (line {difference.line}) differs:"]

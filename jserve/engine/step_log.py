@@ -38,6 +38,8 @@ class KvSettings:
     num_slots: int
     max_blocks_per_seq: int
     prefix_cache: bool
+    num_host_blocks: tuple[int, ...] | None = None
+    """To swap to, of each layer group, block 0 included; None: no swapping."""
 
     def make(self, root_key: bytes = b"") -> BlockManager:
         return BlockManager(
@@ -48,6 +50,7 @@ class KvSettings:
             max_blocks_per_seq=self.max_blocks_per_seq,
             prefix_cache=self.prefix_cache,
             root_key=root_key,
+            num_host_blocks=self.num_host_blocks,
         )
 
 
@@ -72,6 +75,7 @@ class StepLog:
                 "limits": dataclasses.asdict(scheduler.limits),
                 "kv": dataclasses.asdict(kv),
                 "policy": policy,
+                "preemption": dataclasses.asdict(scheduler.preemption),
             }
         )
 
@@ -179,6 +183,8 @@ class PlanEncoder:
             "free": scheduler.blocks.num_available_blocks,
             "preempted": scheduler.num_preemptions,
         }
+        if plan.saves or plan.loads:
+            record["swap"] = [len(plan.saves), len(plan.loads)]
         arrays = (plan.slots, plan.epochs, plan.num_scheduled, plan.first_positions, plan.output_index, plan.feeds)
         data = b"".join(np.ascontiguousarray(array, np.int32).tobytes() for array in arrays)
         record["sum"] = zlib.crc32(data)

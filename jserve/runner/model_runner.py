@@ -16,7 +16,7 @@ import numpy as np
 from jserve.runner.batch import build
 from jserve.runner.compile_plan import SCORED_ROWS, StepShape
 from jserve.runner.forward import ServedParams
-from jserve.runner.programs import ProgramSet, SampledColumns
+from jserve.runner.programs import NUM_SWAPPED, ProgramSet, SampledColumns
 from jserve.runner.sampling_rows import SamplingRows
 from jserve.sampling.sampler import SamplerVariant
 from jserve.scheduler.buckets import bucket_for
@@ -54,11 +54,16 @@ class ModelRunner:
         self._sampling = SamplingRows(programs.num_slots)
         self._in_flight: deque[_InFlight] = deque()
         self._last_collected = 0.0
+        self._host = programs.host_blocks()
+        self.swap_block_s = 0.0
+        """Seconds that a block takes to or from host memory; measured by warm_up."""
         self.reset()
 
     def reset(self) -> None:
         """Forgets launched steps and starts from empty pools."""
         self._in_flight.clear()
+        if self._host is not None:
+            self._host.forget()
         self._pools = None  # give the old ones back first: two do not fit
         self._pools = self._programs.allocate_pools()
         self._slot_tokens = self._programs.initial_slot_tokens()
@@ -67,6 +72,13 @@ class ModelRunner:
         """Runs every program once with nothing but padding, so that the first request meets no first-call cost."""
         self._pools, self._slot_tokens = self._programs.run_each_once(self._params, self._pools, self._slot_tokens)
         jax.block_until_ready(self._pools)
+        if self._host is not None:
+            for _ in range(2):  # the second time counts
+                began = time.perf_counter()
+                self._programs.save_blocks(self._pools, self._host, 0, [(0, 0, 0)] * NUM_SWAPPED)
+                self._pools = self._programs.load_blocks(self._pools, self._host, [(0, 0, 0)] * NUM_SWAPPED)
+                jax.block_until_ready(self._pools)
+                self.swap_block_s = (time.perf_counter() - began) / (2 * NUM_SWAPPED)
 
     def launch(self, plan: StepPlan) -> None:
         """Starts a step.  Takes over the pools: whatever read them before is done or queued ahead of it."""
@@ -74,8 +86,12 @@ class ModelRunner:
         launched = time.perf_counter()
         for sequence in plan.admitted:
             self._sampling.enter(sequence)
+        if plan.saves:
+            programs.save_blocks(self._pools, self._host, plan.step_id, plan.saves)
         if plan.copies:
             self._pools = programs.copy_blocks(self._pools, plan.copies)
+        if plan.loads:
+            self._pools = programs.load_blocks(self._pools, self._host, plan.loads)
         shape = programs.step_shape(plan.bucket, plan.decode_only)
         packed = build(plan, programs.input_layout(shape), self._tables)
         hidden, sample_hidden, self._pools = programs.forward(
@@ -105,6 +121,8 @@ class ModelRunner:
                 output.ranks, output.top_ids, output.top_logprobs = columns.ranks, columns.top_ids, columns.top_logprobs
         else:
             jax.block_until_ready(self._pools)
+        if self._host is not None:
+            self._host.settle(step.plan.step_id)
         output.prompt_scores = [piece for scored in step.scored for piece in _read_scores(scored)]
         now = time.perf_counter()
         output.device_seconds = now - max(step.launched, self._last_collected)

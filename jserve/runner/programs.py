@@ -24,16 +24,21 @@ from jserve.runner.compile_plan import SCORED_ROWS, SERVED_VARIANTS, CompilePlan
 from jserve.runner.compiler import compile_all
 from jserve.runner.executable_store import ExecutableStore, fingerprint
 from jserve.runner.forward import ForwardPrograms, ServedParams, serve_params
+from jserve.runner.host_blocks import HostBlocks
 from jserve.sampling.limits import MAX_LOGPROBS
 from jserve.sampling.prompt_scores import score_positions
 from jserve.sampling.sampler import SamplerVariant, sample
 from jserve.sampling.scores import TokenScores
 from jserve.scheduler.buckets import bucket_for
-from pallas_kernels.block_copy import copy_blocks
+from pallas_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pallas_kernels.paged_attention import PoolLayout
 
 NUM_COPIES = 64
 """Block pairs that one copy program moves; more take several calls."""
+
+
+NUM_SWAPPED = 16
+"""Blocks that one program moves to or from host memory, and the size of its staging buffer."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +86,11 @@ class ProgramSet:
         implementation: str,
         max_blocks: int,
         num_real_tokens: int,
+        num_host_blocks: int = 0,
     ):
+        """num_host_blocks: host memory to swap to, in blocks of all layer groups; 0: no swapping."""
         self.plan = plan
+        self.num_host_blocks = num_host_blocks
         self.num_slots = plan.num_slots
         self._model = model_code(config)
         self._config = config
@@ -155,6 +163,33 @@ class ProgramSet:
                 pools[group] = self._compiled["copy", group](pools[group], packed, np.int32(len(pairs)))
         return tuple(pools)
 
+    def save_blocks(self, pools, host: HostBlocks, step_id: int, saves: list[tuple[int, int, int]]) -> None:
+        """Starts copies of blocks (group, block, host block) to host memory."""
+        for group, pool in enumerate(pools):
+            pairs = [(block, host_block) for of_group, block, host_block in saves if of_group == group]
+            for run in _runs_of(pairs, NUM_SWAPPED):
+                blocks, host_blocks = (list(ids) for ids in zip(*run))
+                staging = self._compiled["gather", group](pool, _padded(blocks), np.int32(len(run)))
+                host.save(step_id, group, host_blocks, staging)
+
+    def load_blocks(self, pools, host: HostBlocks, loads: list[tuple[int, int, int]]):
+        """Donates pools; copies blocks (group, host block, block) from host memory."""
+        pools = list(pools)
+        for group in range(len(pools)):
+            pairs = [(host_block, block) for of_group, host_block, block in loads if of_group == group]
+            for run in _runs_of(pairs, NUM_SWAPPED):
+                host_blocks, blocks = (list(ids) for ids in zip(*run))
+                staging = host.load(group, host_blocks, NUM_SWAPPED)
+                pools[group] = self._compiled["scatter", group](pools[group], _padded(blocks), staging, np.int32(len(run)))
+        return tuple(pools)
+
+    def host_blocks(self) -> HostBlocks | None:
+        """Host memory to swap to, if there is any."""
+        if not self.num_host_blocks:
+            return None
+        shapes = [staging.shape[1:] for staging in self._staging()]
+        return HostBlocks(self.num_host_blocks + 1, shapes, [layout.storage_dtype for layout in self._layouts])
+
     def run_each_once(self, params: ServedParams, pools, slot_tokens):
         """Runs the smallest step, sampler, scorer and copy on padding.  Returns pools and slot_tokens, unchanged."""
         shape = self.plan.step_shapes[0]
@@ -221,7 +256,21 @@ class ProgramSet:
         for group, pool in enumerate(pools):
             program = functools.partial(_copy_pairs, platform=self._layouts[group].platform)
             jobs["copy", group] = functools.partial(_lower, program, (0,), pool, _i32(2, NUM_COPIES), _i32())
+        if self.num_host_blocks:
+            for group, (pool, staging) in enumerate(zip(pools, self._staging())):
+                blocks, platform = _i32(NUM_SWAPPED), self._layouts[group].platform
+                gather = functools.partial(gather_blocks, platform=platform)
+                jobs["gather", group] = functools.partial(_lower, gather, (), pool, blocks, _i32())
+                scatter = functools.partial(scatter_blocks, platform=platform)
+                jobs["scatter", group] = functools.partial(_lower, scatter, (0,), pool, blocks, staging, _i32())
         return jobs
+
+    def _staging(self) -> list[jax.ShapeDtypeStruct]:
+        """[NUM_SWAPPED, L, K, planes, P, lanes] of each layer group."""
+        return [
+            jax.ShapeDtypeStruct((NUM_SWAPPED, num_layers, *block), layout.storage_dtype)
+            for (num_layers, _, *block), layout in zip(self._pool_shapes, self._layouts)
+        ]
 
     def _head_program(self, num_rows: int) -> Callable:
         padding = bucket_for(self.plan.sampler_rows, num_rows) - num_rows
@@ -263,6 +312,17 @@ def independent_copies(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int,
         ids.update((source, destination))
     if run:
         yield run
+
+
+def _runs_of(pairs: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
+    return [pairs[at : at + size] for at in range(0, len(pairs), size)]
+
+
+def _padded(blocks: list[int]) -> np.ndarray:
+    """i32[NUM_SWAPPED]; the dead block where there is none."""
+    padded = np.zeros(NUM_SWAPPED, np.int32)
+    padded[: len(blocks)] = blocks
+    return padded
 
 
 def _copy_pairs(pool, pairs, count, *, platform: str):

@@ -2,7 +2,11 @@
 
 from jserve.scheduler.plan import StepPlan
 from jserve.scheduler.policies import POLICIES, PolicySettings
+from jserve.scheduler.preemption import PreemptionSettings
 from jserve.scheduler.scheduler import Scheduler, SchedulerLimits
 from jserve.scheduler.sequence import Sequence, SequenceState
 
-__all__ = ["POLICIES", "PolicySettings", "Scheduler", "SchedulerLimits", "Sequence", "SequenceState", "StepPlan"]
+__all__ = [
+    "POLICIES", "PolicySettings", "PreemptionSettings", "Scheduler", "SchedulerLimits", "Sequence", "SequenceState",
+    "StepPlan",
+]

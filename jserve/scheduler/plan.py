@@ -28,7 +28,10 @@ class StepPlan:
     bucket: int  # tokens that the compiled step takes, padding included
     admitted: list[Sequence]  # sequences that entered their slot in this step
     has_prompt_only: bool  # some row belongs to a request of no output tokens
-    copies: list[tuple[int, int, int]]  # (layer group, source block, destination block), to be done before the step's writes
+    # To be done before the step's writes, in this order:
+    saves: list[tuple[int, int, int]]  # (layer group, block, host block)
+    copies: list[tuple[int, int, int]]  # (layer group, source block, destination block)
+    loads: list[tuple[int, int, int]]  # (layer group, host block, block)
 
     @property
     def num_rows(self) -> int:

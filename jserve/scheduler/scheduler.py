@@ -2,7 +2,8 @@
 
 Decodes come first, then prefill chunks fill the token budget, then waiting sequences enter in the order of the policy
 (strictly: a large prompt at the head of the queue is never overtaken, so it cannot starve; running decodes go on
-meanwhile).  When blocks run out, the sequence of the highest rank is preempted, with its siblings, and recomputed later.
+meanwhile).  When blocks run out, the sequence of the highest rank is preempted, with its siblings: dropped and recomputed
+later, or moved to host memory.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from jserve.scheduler.buckets import bucket_for, num_tokens_to_run
 from jserve.scheduler.fork_group import ForkGroup
 from jserve.scheduler.plan import StepPlan
 from jserve.scheduler.policies import PolicySettings, make_policy
+from jserve.scheduler.preemption import PreemptionSettings
 from jserve.scheduler.seating import Seating
 from jserve.scheduler.sequence import Sequence, SequenceState
 from jserve.scheduler.slots import Slots
@@ -58,9 +60,11 @@ class Scheduler:
         blocks: BlockManager,
         clock: Callable[[], float] = time.time,
         policy: PolicySettings = PolicySettings(),
+        preemption: PreemptionSettings = PreemptionSettings(),
     ):
         self.limits = limits
         self.policy = policy
+        self.preemption = preemption
         self.blocks = blocks
         self._slots = Slots(limits.num_slots)
         self._seating = Seating(self._slots, blocks, clock)
@@ -72,7 +76,10 @@ class Scheduler:
         self._step_id = 0
         self._outgrown: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_swap_preemptions = 0
         self.num_preempted_tokens = 0
+        self.num_saved_blocks = self.num_loaded_blocks = 0
+        """Blocks moved to and from host memory."""
 
     # -- arrivals and departures
 
@@ -96,14 +103,22 @@ class Scheduler:
             return
         if sequence.state is SequenceState.RUNNING:
             self._leave_slot(sequence)
-        elif sequence.group is not None and sequence in sequence.group.parked:
-            sequence.group.parked.remove(sequence)
-            self._num_parked -= 1
         else:
-            self._waiting.remove(sequence)
+            self._seating.forget(sequence)
+            if sequence.group is not None and sequence in sequence.group.parked:
+                sequence.group.parked.remove(sequence)
+                self._num_parked -= 1
+            else:
+                self._waiting.remove(sequence)
         self._policy.ended(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
+
+    def forget_device(self) -> None:
+        """Device and host memory lost what they held, and everything that ran has ended."""
+        self.blocks.flush()
+        self._seating.release_returned()
+        self._seating.forget_all_away()
 
     @property
     def num_running(self) -> int:
@@ -135,6 +150,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None when nothing can run now (then only results in flight can change that)."""
+        self._seating.release_returned()
         if self._policy.preempts:
             self._make_room_for_urgent()
         decodes, prefills = self._slots.runnable()
@@ -150,12 +166,14 @@ class Scheduler:
             chunks.append((int(slot), grant))
             budget -= grant
         admitted = []
-        while budget > 0 and self._slots.num_free and (sequence := self._next_admissible()) is not None:
-            slot = self._seating.enter(sequence)
-            grant = min(budget, int(self._slots.num_tokens[slot] - self._slots.num_computed[slot]))
-            chunks.append((slot, grant))
-            admitted.append(sequence)
-            budget -= grant
+        while budget > 0 and self._slots.num_free and (party := self._next_admissible()):
+            self._seating.enter(party)
+            admitted += party
+            for slot in (one.slot for one in party):
+                grant = min(budget, int(self._slots.num_tokens[slot] - self._slots.num_computed[slot]))
+                if grant > 0:
+                    chunks.append((slot, grant))
+                    budget -= grant
         return self._make_plan(decodes, self._fill_bucket(len(decodes), chunks), admitted)
 
     def take_outgrown(self) -> list[Sequence]:
@@ -176,7 +194,7 @@ class Scheduler:
     def _make_room_for_urgent(self) -> None:
         """Preempts running sequences of a lower class where the head of the queue can enter in no other way."""
         head = self._head()
-        if head is None or head.awaits_token:
+        if head is None or any(one.awaits_token for one in self._seating.party(head)):
             return
         victims = [one for one in reversed(self.running()) if one.priority > head.priority and one.rank > head.rank]
         if not victims:
@@ -239,17 +257,25 @@ class Scheduler:
             self._num_parked += 1
         return None
 
-    def _next_admissible(self) -> Sequence | None:
+    def _next_admissible(self) -> list[Sequence]:
+        """Who enters now: one, or several that come back from host memory together; taken from the queue."""
         sequence = self._head()
         if sequence is None:
-            return None
-        if sequence.awaits_token:
-            return None  # preempted while its next id is being sampled: that id comes with the next results
+            return []
         if not self.fits(sequence.num_known):  # preempted when it held the whole pool
             self.finish(sequence, FinishReason.LENGTH)
             self._outgrown.append(sequence)
             return self._next_admissible()
-        return self._waiting.pop() if self._seating.can_enter(sequence) else None
+        if any(one.awaits_token for one in self._seating.party(sequence)):
+            return []  # preempted while its next id is being sampled: that id comes with the next results
+        if not self._seating.can_enter(sequence):
+            return []
+        party = self._seating.party(sequence)
+        self._waiting.pop()
+        for one in party:
+            if one is not sequence:
+                self._waiting.take(one)
+        return party
 
     def _fill_bucket(self, num_decodes: int, chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
         """Shortens the last chunks where the step would otherwise be padded more than a second one costs."""
@@ -295,6 +321,9 @@ class Scheduler:
         else:
             bucket = bucket_for(limits.token_buckets, num_tokens)
         self._step_id += 1
+        saves, copies, loads = self.blocks.take_saves(), self.blocks.take_copies(), self.blocks.take_loads()
+        self.num_saved_blocks += len(saves)
+        self.num_loaded_blocks += len(loads)
         return StepPlan(
             step_id=self._step_id,
             sequences=[self._slots.owner[slot] for slot in slots],
@@ -311,7 +340,9 @@ class Scheduler:
             bucket=bucket,
             admitted=admitted,
             has_prompt_only=bool(self._slots.prompt_only[slots].any()),
-            copies=self.blocks.take_copies(),
+            saves=saves,
+            copies=copies,
+            loads=loads,
         )
 
     # -- slots and queue
@@ -336,14 +367,26 @@ class Scheduler:
         if len(unit) == self.num_running:
             unit = [sequence]  # as one they would come back as they were and run out of blocks again
         for one in unit:
-            self._drop(one)
+            one.awaits_token = bool(self._slots.num_tokens[one.slot] > one.num_known)
+        num_computed = int(self._slots.num_computed[[one.slot for one in unit]].sum())
+        parked = self._swap_out(unit, num_computed)
+        if parked is None:
+            self.num_preempted_tokens += num_computed
+            for one in unit:
+                self._leave_slot(one)
+        else:
+            self.num_swap_preemptions += len(unit)
+            self._unpark(parked)
+        self.num_preemptions += len(unit)
+        for one in unit:  # they wait, with a rank no worse than before
+            one.num_preemptions += 1
+            one.state = SequenceState.WAITING
+            self._waiting.push(one)
 
-    def _drop(self, sequence: Sequence) -> None:
-        """Drops the blocks; the sequence waits, with a rank no worse than before, and is recomputed."""
-        self.num_preemptions += 1
-        self.num_preempted_tokens += int(self._slots.num_computed[sequence.slot])
-        sequence.awaits_token = bool(self._slots.num_tokens[sequence.slot] > sequence.num_known)
-        self._leave_slot(sequence)
-        sequence.num_preemptions += 1
-        sequence.state = SequenceState.WAITING
-        self._waiting.push(sequence)
+    def _swap_out(self, unit: list[Sequence], num_computed: int) -> list[Sequence] | None:
+        """Moves them to host memory, where that is preferred and possible; else None."""
+        num_to_recompute = num_computed - (len(unit) - 1) * (unit[0].num_prompt - 1)
+        num_blocks = -(-num_to_recompute // self.blocks.block_size)
+        if not self.preemption.prefers_swap(num_to_recompute, num_blocks, self.step_time):
+            return None
+        return self._seating.swap_out(unit)

@@ -1,33 +1,56 @@
 """How a sequence gets its slot and its blocks, and gives them back: what `Scheduler` decides is done here.
 
-A sequence enters through the prefix cache, or as a fork of a sibling whose blocks hold the prompt.  Knows no queue and no
-budget.
+A sequence enters through the prefix cache, as a fork of a sibling whose blocks hold the prompt, or from host memory.
+Knows no queue and no budget.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from jserve.kv import BlockManager
+from jserve.kv.swap import SwappedBlocks, SwappedRow
 from jserve.scheduler.fork_group import ForkGroup
 from jserve.scheduler.sequence import Sequence
 from jserve.scheduler.slots import Slots
 
 
+@dataclass(eq=False)
+class Away:
+    """Sequences whose KV was moved to host memory together; together they come back."""
+
+    rows: dict[Sequence, SwappedRow]
+    """Those that have not ended, in the order in which they left."""
+    blocks: SwappedBlocks
+
+
 class Seating:
-    """Invariant: a sequence has blocks exactly while it is in a slot."""
+    """Invariant: a sequence has blocks exactly while it is in a slot, and host blocks exactly while it is away."""
 
     def __init__(self, slots: Slots, blocks: BlockManager, clock: Callable[[], float]):
         self._slots = slots
         self._blocks = blocks
         self._clock = clock
         self._carried: dict[ForkGroup, None] = {}  # groups with a carrier, as an ordered set
+        self._away: dict[Away, None] = {}
+        self._returned: list[SwappedBlocks] = []  # whose loads run with the plan that is being made
+
+    def party(self, sequence: Sequence) -> list[Sequence]:
+        """Those who enter together with a waiting sequence, itself included."""
+        return [sequence] if sequence.away is None else list(sequence.away.rows)
 
     def can_enter(self, sequence: Sequence) -> bool:
         """Head-room of a block for each running sequence: otherwise a newcomer would be preempted a moment later."""
+        headroom = self._slots.num_running
+        if sequence.away is not None:
+            fits = self._num_needed(sequence.away) <= self._blocks.num_available_blocks - headroom
+            if fits or headroom:
+                return fits and len(sequence.away.rows) <= self._slots.num_free
+            self._forget(sequence.away)  # alone, and yet too large: they come back one by one
         if self._slots.num_free == 0:
             return False
-        headroom = self._slots.num_running
         if self._parent_of(sequence) is not None:
             size = self._blocks.block_size
             num_new = -(-sequence.num_known // size) - _num_shared(sequence) // size
@@ -37,39 +60,110 @@ class Seating:
             tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache, headroom=headroom
         )
 
-    def enter(self, sequence: Sequence) -> int:
-        """Its slot, with blocks for all that it knows; `can_enter` said that there are."""
-        parent = self._parent_of(sequence)
-        slot = self._slots.take()
-        if parent is not None:
-            num_computed = _num_shared(sequence)
-            self._blocks.fork(parent.slot, slot, num_computed)
+    def enter(self, party: list[Sequence]) -> None:
+        """Gives a whole party slots, and blocks for all that they know; `can_enter` said that there are."""
+        away = party[0].away
+        if away is not None:
+            slots = self._return(away)
         else:
-            tokens = sequence.tokens[: sequence.num_known]
-            num_computed = self._blocks.admit(slot, tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache)
-            if sequence.group is not None and num_computed < _num_shared(sequence):
-                sequence.group.carrier = sequence
-                self._carried[sequence.group] = None
-        grown = self._blocks.grow(slot, sequence.num_known)
-        assert grown, "can_enter() promised the blocks"
-        if sequence.num_cached is None:
-            sequence.num_cached = num_computed
-            sequence.first_scheduled = self._clock()
-        self._slots.seat(slot, sequence, num_computed)
-        return slot
+            slots = [self._enter_one(one) for one in party]
+        for slot, one in zip(slots, party):
+            grown = self._blocks.grow(slot, one.num_known)
+            assert grown, "can_enter() promised the blocks"
+            num_computed = self._blocks.num_computed(slot)
+            if one.num_cached is None:
+                one.num_cached = num_computed
+                one.first_scheduled = self._clock()
+            self._slots.seat(slot, one, num_computed)
+            if one.group is not None and one.group.carrier is None and num_computed < _num_shared(one):
+                one.group.carrier = one
+                self._carried[one.group] = None
 
     def leave(self, sequence: Sequence) -> list[Sequence]:
         """Gives back slot and blocks.  Returns the siblings that were parked for it."""
         self._blocks.free(sequence.slot)
-        self._slots.leave(sequence)
-        group = sequence.group
-        return self._uncarry(group) if group is not None and group.carrier is sequence else []
+        return self._vacate(sequence)
+
+    def swap_out(self, unit: list[Sequence]) -> list[Sequence] | None:
+        """Moves running sequences to host memory.  Returns the siblings that were parked for one of them; None, and
+        nothing has changed, where there is no room."""
+        swapped = self._blocks.swap_out([one.slot for one in unit])
+        if swapped is None:
+            return None
+        away = Away(dict(zip(unit, swapped.rows)), swapped)
+        self._away[away] = None
+        for one in unit:
+            one.away = away
+        return [parked for one in unit for parked in self._vacate(one)]
+
+    def forget(self, sequence: Sequence) -> None:
+        """A waiting sequence ends: what it has in host memory goes with the last of those who share it."""
+        away = sequence.away
+        if away is not None:
+            del away.rows[sequence]
+            sequence.away = None
+            if not away.rows:
+                self._forget(away)
+
+    def forget_all_away(self) -> None:
+        """What is in host memory cannot be trusted any more: its sequences are recomputed."""
+        for away in list(self._away):
+            self._forget(away)
+
+    def release_returned(self) -> None:
+        """The loads of the last plan have been started: their host blocks are free."""
+        for swapped in self._returned:
+            self._blocks.release_swapped(swapped)
+        self._returned.clear()
 
     def take_carried(self) -> list[Sequence]:
         """Members that were parked until their group's prompt was computed, now that it is."""
         if not self._carried:
             return []
         return [one for group in list(self._carried) if self._has_prompt(group.carrier) for one in self._uncarry(group)]
+
+    # -- ways in and out
+
+    def _enter_one(self, sequence: Sequence) -> int:
+        parent = self._parent_of(sequence)
+        slot = self._slots.take()
+        if parent is not None:
+            self._blocks.fork(parent.slot, slot, _num_shared(sequence))
+            return slot
+        tokens = sequence.tokens[: sequence.num_known]
+        self._blocks.admit(slot, tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache)
+        return slot
+
+    def _return(self, away: Away) -> list[int]:
+        slots = [self._slots.take() for _ in away.rows]
+        fits = self._blocks.swap_in(slots, dataclasses.replace(away.blocks, rows=tuple(away.rows.values())))
+        assert fits, "can_enter() promised the blocks"
+        self._returned.append(away.blocks)
+        del self._away[away]
+        for one in away.rows:
+            one.away = None
+        return slots
+
+    def _vacate(self, sequence: Sequence) -> list[Sequence]:
+        self._slots.leave(sequence)
+        group = sequence.group
+        return self._uncarry(group) if group is not None and group.carrier is sequence else []
+
+    def _forget(self, away: Away) -> None:
+        del self._away[away]
+        self._blocks.release_swapped(away.blocks)
+        for one in away.rows:
+            one.away = None
+
+    def _num_needed(self, away: Away) -> int:
+        """Blocks that coming back takes, at most: the saved ones, and what each sequence has learnt since."""
+        size = self._blocks.block_size
+        grows = sum(
+            max(0, -(-one.num_known // size) - row.num_blocks) + (row.shared_last >= 0) for one, row in away.rows.items()
+        )
+        return away.blocks.num_host_blocks + grows
+
+    # -- siblings
 
     def _uncarry(self, group: ForkGroup) -> list[Sequence]:
         del self._carried[group]

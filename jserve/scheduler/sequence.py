@@ -15,6 +15,7 @@ from jserve.request import FinishReason, Sampling
 
 if TYPE_CHECKING:
     from jserve.scheduler.fork_group import ForkGroup
+    from jserve.scheduler.seating import Away
 
 
 class SequenceState(enum.Enum):
@@ -33,7 +34,7 @@ class Sequence:
         "request_id", "index", "sampling", "priority", "arrival", "order", "salt", "use_prefix_cache",
         "num_prompt", "tokens", "num_known", "limit", "slot", "state", "finish_reason", "matched_stop",
         "num_cached", "first_scheduled", "num_preemptions", "stop_ids", "prompt_only", "context", "awaits_token",
-        "tenant", "rank", "queued_tokens", "ticket", "group",
+        "tenant", "rank", "queued_tokens", "ticket", "group", "away",
     )
 
     def __init__(
@@ -61,6 +62,7 @@ class Sequence:
         self.queued_tokens = 0  # known tokens when it started to wait
         self.ticket = 0  # of its one valid entry in the queue
         self.group: ForkGroup | None = None  # set by the scheduler where the request has several sequences
+        self.away: Away | None = None  # its KV is in host memory
         self.salt = salt
         self.use_prefix_cache = use_prefix_cache
         self.context = context  # the front end's own record; the engine never looks inside

@@ -46,9 +46,13 @@ class WaitingQueue:
     def pop(self) -> Sequence:
         """Takes the head, as `head` returned it last."""
         sequence = heapq.heappop(self._heap)[3]
+        self.take(sequence)
+        return sequence
+
+    def take(self, sequence: Sequence) -> None:
+        """A sequence that enters together with the head."""
         self._policy.entered(sequence)
         self.remove(sequence)
-        return sequence
 
     def remove(self, sequence: Sequence) -> None:
         """It no longer waits here; its entry is skipped later."""

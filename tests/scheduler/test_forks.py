@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jserve.scheduler import SequenceState
+from jserve.scheduler import PreemptionSettings, SequenceState
 from tests.support.host_engine import HostEngine, expected_output, group, output, sequence
 
 
@@ -122,14 +122,16 @@ ENGINE = st.fixed_dictionaries(
     dict(
         num_blocks=st.integers(14, 60), budget=st.integers(1, 40), max_num_seqs=st.integers(1, 7),
         overlap=st.booleans(), prefix_cache=st.booleans(),
+        preemption=st.sampled_from([PreemptionSettings("recompute"), PreemptionSettings("swap")]),
+        num_host_blocks=st.sampled_from([2, 8, 60]),
     )
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(REQUEST, min_size=1, max_size=6), ENGINE, st.integers(0, 9))
 def test_whatever_happens_each_sample_is_right(requests, shape, forced):
-    engine = HostEngine(**shape)
+    engine = HostEngine(**shape, checks_kv=True)
     groups = [
         group(str(number), prompt(length, number % 2), most, count)
         for number, (length, most, count, _, _) in enumerate(requests)
@@ -157,3 +159,5 @@ def test_whatever_happens_each_sample_is_right(requests, shape, forced):
                 check(one, most)
     assert engine.scheduler.num_waiting == 0 and engine.blocks.num_used_blocks == 0
     assert np.all(engine.blocks.tables[0] == 0)
+    engine.scheduler._seating.release_returned()
+    assert engine.blocks._swap.pools[0].num_used == 0 and not engine.scheduler._seating._away

@@ -12,8 +12,9 @@ from jserve.engine.outputs import apply
 from jserve.kv import BlockManager, GroupSpec
 from jserve.request import FinishReason, Sampling
 from jserve.runner.fake_runner import FakeRunner, next_token
-from jserve.scheduler import PolicySettings, Scheduler, SchedulerLimits, Sequence, StepPlan
+from jserve.scheduler import PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, Sequence, StepPlan
 from jserve.scheduler.buckets import powers_up_to
+from tests.support.kv_runner import KvRunner
 
 VOCAB_SIZE = 1000
 
@@ -60,6 +61,10 @@ class HostEngine:
     prefix_cache: bool = True
     step_cost_tokens: int = 8
     policy: PolicySettings = PolicySettings()
+    preemption: PreemptionSettings = PreemptionSettings()
+    num_host_blocks: int | None = None
+    checks_kv: bool = False
+    """Every step reads back what attention would read."""
     plans: list[StepPlan] = field(default_factory=list)
     outgrown: list[Sequence] = field(default_factory=list)
 
@@ -68,13 +73,18 @@ class HostEngine:
         self.blocks = BlockManager(
             groups=[GroupSpec()], num_blocks=[self.num_blocks], block_size=self.block_size, num_slots=num_slots,
             max_blocks_per_seq=self.num_blocks, prefix_cache=self.prefix_cache,
+            num_host_blocks=None if self.num_host_blocks is None else [self.num_host_blocks],
         )
         limits = SchedulerLimits(
             self.budget, self.max_num_seqs, powers_up_to(min(4, self.budget), self.budget),
             powers_up_to(1, num_slots), self.step_cost_tokens,
         )
-        self.scheduler = Scheduler(limits, self.blocks, policy=self.policy)
-        self.runner = FakeRunner(num_slots, VOCAB_SIZE)
+        self.scheduler = Scheduler(limits, self.blocks, policy=self.policy, preemption=self.preemption)
+        self.runner = (
+            KvRunner(num_slots, VOCAB_SIZE, self.blocks, self.num_host_blocks)
+            if self.checks_kv
+            else FakeRunner(num_slots, VOCAB_SIZE)
+        )
         self.in_flight: deque[StepPlan] = deque()
 
     def add(self, *sequences: Sequence) -> None:

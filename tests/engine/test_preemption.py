@@ -1,0 +1,102 @@
+"""Preemption of each kind, at any time, changes no token, log-probability, text or usage; only the counters tell."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from tests.engine.test_parallel_sampling import DRAWN, PROMPT, engine_of, outputs
+from tests.support.engines import answers, request, run, wait_idle
+from tests.support.tiny_models import random_gguf
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return random_gguf(tmp_path_factory.mktemp("model") / "model.gguf")
+
+
+def work() -> list:
+    shared = [(5 * i) % 499 for i in range(30)]
+    prompts = [PROMPT, shared + [7], shared[:17], [9], shared + [8, 9, 10]]
+    made = [request(prompt, 14, logprobs=2, ignore_eos=True, min_tokens=3) for prompt in prompts]
+    made += [request(prompt, 11, n=3, **{**DRAWN, "seed": at}) for at, prompt in enumerate(prompts[:3])]
+    return made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(path):
+    """Each request alone."""
+    with engine_of(path) as engine:
+        return [answers(engine, [one])[0] for one in work()]
+
+
+def preempt_every(engine, period: int) -> None:
+    """Preempts the last running sequence after every few steps, whatever is in flight."""
+    check, steps = engine._loop.on_step, itertools.count(1)
+
+    def on_step(scheduler) -> None:
+        if next(steps) % period == 0 and (running := scheduler.running()):
+            scheduler._preempt(running[-1])
+        check(scheduler)
+
+    engine._loop.on_step = on_step
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("kind", ["recompute", "swap", "auto"])
+@pytest.mark.parametrize("period", [3, 4])
+def test_nothing_but_the_counters_tells_of_it(path, undisturbed, kind, period, overlap):
+    with engine_of(path, kv={"preemption": kind}, scheduler={"overlap": overlap}) as engine:
+        preempt_every(engine, period)
+        got = answers(engine, work())
+        loads = engine.loads()
+    assert loads.num_preemptions > 10
+    if kind == "swap":
+        assert loads.num_swap_preemptions > 10 and loads.swapped_out_bytes >= loads.swapped_in_bytes > 0
+    if kind == "recompute":
+        assert loads.num_swap_preemptions == loads.swapped_out_bytes == 0
+    for one, alone in zip(got, undisturbed):
+        assert outputs(one) == outputs(alone)
+        assert one.usage.completion_tokens == alone.usage.completion_tokens
+        assert one.usage.prompt_tokens == alone.usage.prompt_tokens
+        for mine, other in zip(*(sorted(update.outputs, key=lambda delta: delta.index) for update in (one, alone))):
+            assert mine.text == other.text and mine.finish_reason is other.finish_reason
+            assert mine.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-4)
+            if mine.logprobs is not None:
+                assert [entry.chosen.token_id for entry in mine.logprobs] == mine.token_ids
+                for left, right in zip(mine.logprobs, other.logprobs):
+                    assert left.chosen.logprob == pytest.approx(right.chosen.logprob, abs=1e-5)
+
+
+def test_a_host_budget_too_small_falls_back_to_recompute(path, undisturbed):
+    with engine_of(path, kv={"preemption": "swap", "host_memory_bytes": 40_000}) as engine:
+        preempt_every(engine, 3)
+        got = answers(engine, work())
+        loads = engine.loads()
+    assert 0 < loads.num_swap_preemptions < loads.num_preemptions
+    assert [outputs(one) for one in got] == [outputs(one) for one in undisturbed]
+
+
+def test_aborts_in_every_state_leave_nothing_in_either_memory(path):
+    async def cancelled(engine, one, after: int):
+        updates, seen = engine.generate(one), 0
+        async for _ in updates:
+            seen += 1
+            if seen == after:
+                break
+        await updates.aclose()
+
+    with engine_of(path, kv={"preemption": "swap"}) as engine:
+        preempt_every(engine, 3)
+
+        async def everything():
+            jobs = [cancelled(engine, one, after) for after, one in enumerate(work() * 2, 1)]
+            await asyncio.gather(*jobs)
+
+        run(everything())
+        wait_idle(engine)
+        assert engine.loads().num_swap_preemptions > 0
+        engine._scheduler._seating.release_returned()
+        assert [pool.num_used for pool in engine._scheduler.blocks._swap.pools] == [0]
