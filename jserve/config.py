@@ -125,6 +125,16 @@ class ServerSection:
     """Generation calls that may be open at once; the next one is refused with RESOURCE_EXHAUSTED."""
     insecure: bool = False
     """Allow a non-loopback host although there is neither TLS nor a token file."""
+    tls_cert: str | None = None
+    """PEM file with the server's certificate chain; read again when it changes. unset: no TLS."""
+    tls_key: str | None = None
+    """PEM file with the certificate's key, not encrypted. unset: no TLS."""
+    tls_client_ca: str | None = None
+    """PEM file with the CAs of client certificates, which every caller must then show (mutual TLS). unset: none."""
+    auth_file: str | None = None
+    """TOML file with hashed bearer tokens, their tenants and limits; read again when it changes. unset: no tokens."""
+    trusted_proxies: str = ""
+    """Names of client certificates, comma-separated, whose x-jserve-tenant metadata is believed."""
 
 
 @dataclass(frozen=True)

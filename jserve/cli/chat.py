@@ -6,7 +6,9 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
+from jserve.cli.client_flags import add_client_flags, client_access
 from jserve.cli.command import Command
 from jserve.cli.flags import add_config_flags, config_from
 from jserve.cli.progress import StartReport
@@ -28,13 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--address", metavar="HOST:PORT", help="use the server that runs there instead of loading a model"
     )
+    add_client_flags(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message before the conversation")
     add_sampling_flags(parser)
     add_config_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    opened = _remote(arguments.address) if arguments.address else _local(config_from(arguments))
+    access = client_access(arguments)
+    opened = _remote(arguments.address, access) if arguments.address else _local(config_from(arguments))
     with opened as (name, generate):
         return converse(generate, sampling_params(arguments), system=arguments.system, name=name)
 
@@ -102,10 +106,10 @@ def _read_turn(terminal: bool) -> str | None:
 
 
 @contextlib.contextmanager
-def _remote(address: str) -> Iterator[tuple[str, Generate]]:
+def _remote(address: str, access: dict[str, Any]) -> Iterator[tuple[str, Generate]]:
     from jserve.server.client import Client
 
-    with Client(address) as client:
+    with Client(address, **access) as client:
         yield client.model_info().name, client.generate
 
 

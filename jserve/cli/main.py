@@ -26,6 +26,7 @@ COMMANDS = {
     "plan": "memory, step times and settings of a model on a device, before it is rented",
     "replay": "the scheduler again on a step log: the same decisions, or the first that differs",
     "fetch": "put a model on disk",
+    "token": "make a bearer token and its lines for the auth file",
 }
 NOT_BUILT = ("convert",)
 

@@ -18,6 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from jserve.access.certificates import names_in
+from jserve.access.gate import TENANT_HEADER, Caller, Credentials
 from jserve.http import chat, completions, tokens
 from jserve.http.body import Fields, read_fields
 from jserve.http.errors import HttpRefusal, refusal
@@ -28,7 +30,10 @@ from jserve.server.state import ServerState
 
 log = logging.getLogger(__name__)
 
-Handler = Callable[[ServerState, Request], Awaitable[Response]]
+PEER_CERTIFICATE = "peer_certificate"
+"""Where in a request's state the connection's client certificate is, as Python's ssl gives it."""
+
+Handler = Callable[[ServerState, Request, Caller], Awaitable[Response]]
 
 
 def make_app(state: ServerState) -> Starlette:
@@ -39,7 +44,7 @@ def make_app(state: ServerState) -> Starlette:
 
     return Starlette(
         routes=[
-            route("/health", _health, "GET"),
+            Route("/health", _health(state)),  # open to everybody
             route("/metrics", _metrics, "GET"),
             route("/v1/models", _models, "GET"),
             route("/v1/models/{name:path}", _model, "GET"),
@@ -56,7 +61,7 @@ def make_app(state: ServerState) -> Starlette:
 def _guarded(state: ServerState, handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         try:
-            return await handler(state, request)
+            return await handler(state, request, _caller(state, request))
         except (RequestError, HttpRefusal) as error:
             return refusal(error)
         except Exception as error:
@@ -67,27 +72,39 @@ def _guarded(state: ServerState, handler: Handler) -> Callable[[Request], Awaita
     return endpoint
 
 
+def _caller(state: ServerState, request: Request) -> Caller:
+    return state.gate.caller(Credentials(
+        authorization=request.headers.getlist("authorization"),
+        tenant=request.headers.getlist(TENANT_HEADER),
+        certificate_names=names_in(request.scope["state"].get(PEER_CERTIFICATE)),
+    ))
+
+
 async def _no_such_route(request: Request, error: HTTPException) -> Response:
     response = refusal(HttpRefusal(error.status_code, f"{request.method} {request.url.path[:200]}: {error.detail}"))
     response.headers.update(error.headers or {})
     return response
 
 
-async def _health(state: ServerState, _: Request) -> Response:
+def _health(state: ServerState) -> Callable[[Request], Awaitable[Response]]:
     """200 where new requests are welcome."""
-    return JSONResponse({"status": state.name}, 200 if state.name == "ready" else 503)
+
+    async def endpoint(_: Request) -> Response:
+        return JSONResponse({"status": state.name}, 200 if state.name == "ready" else 503)
+
+    return endpoint
 
 
-async def _metrics(state: ServerState, _: Request) -> Response:
+async def _metrics(state: ServerState, _: Request, caller: Caller) -> Response:
     page = generate_latest(state.engine_when_ready().metrics_registry)
     return Response(page, media_type=CONTENT_TYPE_LATEST)
 
 
-async def _models(state: ServerState, _: Request) -> Response:
+async def _models(state: ServerState, _: Request, caller: Caller) -> Response:
     return JSONResponse({"object": "list", "data": [_model_card(state)]})
 
 
-async def _model(state: ServerState, request: Request) -> Response:
+async def _model(state: ServerState, request: Request, caller: Caller) -> Response:
     card, name = _model_card(state), request.path_params["name"]
     if name != card["id"]:
         raise RequestError(Code.NOT_FOUND, f"model = {name[:100]!r}: this server has {card['id']!r}", field="model")
@@ -101,24 +118,24 @@ def _model_card(state: ServerState) -> dict:
             "max_model_len": info.context_length}
 
 
-async def _completions(state: ServerState, request: Request) -> Response:
+async def _completions(state: ServerState, request: Request, caller: Caller) -> Response:
     info = state.engine_for_requests().info
     call = await completions.read_call(await _fields(state, request), info, _new_id("cmpl"))
-    return await _answer(state, request, call, completions)
+    return await _answer(state, request, caller, call, completions)
 
 
-async def _chat_completions(state: ServerState, request: Request) -> Response:
+async def _chat_completions(state: ServerState, request: Request, caller: Caller) -> Response:
     info = state.engine_for_requests().info
     call = chat.read_call(await _fields(state, request), info, _new_id("chatcmpl"))
-    return await _answer(state, request, call, chat)
+    return await _answer(state, request, caller, call, chat)
 
 
-async def _answer(state: ServerState, request: Request, call, endpoint) -> Response:
+async def _answer(state: ServerState, request: Request, caller: Caller, call, endpoint) -> Response:
     """`endpoint` is the module `completions` or `chat`."""
     if not call.delivery.stream:
-        body = await while_connected(request, endpoint.answer(state, call))
+        body = await while_connected(request, endpoint.answer(state, caller, call))
         return await asyncio.to_thread(JSONResponse, body)  # thousands of logprobs take a while
-    pieces = endpoint.chunks(state, call)
+    pieces = endpoint.chunks(state, caller, call)
     try:
         first = await while_connected(request, anext(pieces))
     except BaseException:
@@ -127,17 +144,17 @@ async def _answer(state: ServerState, request: Request, call, endpoint) -> Respo
     return EventStream(first, pieces)
 
 
-async def _embeddings(state: ServerState, request: Request) -> Response:
+async def _embeddings(state: ServerState, request: Request, caller: Caller) -> Response:
     state.engine_for_requests()
     await _fields(state, request)
     raise RequestError(Code.UNIMPLEMENTED, "/v1/embeddings: embeddings are not built yet")
 
 
-async def _tokenize(state: ServerState, request: Request) -> Response:
+async def _tokenize(state: ServerState, request: Request, caller: Caller) -> Response:
     return JSONResponse(await tokens.tokenize(state, await _fields(state, request)))
 
 
-async def _detokenize(state: ServerState, request: Request) -> Response:
+async def _detokenize(state: ServerState, request: Request, caller: Caller) -> Response:
     return JSONResponse(await tokens.detokenize(state, await _fields(state, request)))
 
 

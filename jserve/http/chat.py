@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
+from jserve.access.gate import Caller
 from jserve.engine.info import ModelInfo
 from jserve.http import fields as common
 from jserve.http.body import Fields
@@ -50,9 +51,9 @@ def read_call(fields: Fields, info: ModelInfo, call_id: str) -> ChatCall:
     return ChatCall(call_id, info.name, request, top_logprobs, delivery)
 
 
-async def answer(state: ServerState, call: ChatCall) -> dict:
+async def answer(state: ServerState, caller: Caller, call: ChatCall) -> dict:
     """The whole answer as one object."""
-    [result] = await results_of(state, [call.request])
+    [result] = await results_of(state, caller, [call.request])
     choices = []
     for delta in sorted(result.outputs, key=lambda delta: delta.index):
         message = {"role": "assistant", "content": delta.text, "refusal": None}
@@ -63,13 +64,13 @@ async def answer(state: ServerState, call: ChatCall) -> dict:
     return whole
 
 
-async def chunks(state: ServerState, call: ChatCall) -> AsyncGenerator[dict, None]:
+async def chunks(state: ServerState, caller: Caller, call: ChatCall) -> AsyncGenerator[dict, None]:
     """The answer in pieces, as it is made; the role goes with the first piece of each choice."""
     head = _head(call, "chat.completion.chunk")
     if call.delivery.include_usage:
         head["usage"] = None
     seen, usage, more = set(), None, {}
-    async for _, update in updates_of(state, [call.request]):
+    async for _, update in updates_of(state, caller, [call.request]):
         if update.prompt_logprobs is not None:
             more = {"prompt_logprobs": prompt_logprobs(update.prompt_logprobs)}
         for delta in update.outputs:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
+from jserve.access.gate import Caller
 from jserve.engine.info import ModelInfo
 from jserve.http import fields as common
 from jserve.http.body import Fields
@@ -90,9 +91,9 @@ async def read_call(fields: Fields, info: ModelInfo, call_id: str) -> Completion
     )
 
 
-async def answer(state: ServerState, call: CompletionCall) -> dict:
+async def answer(state: ServerState, caller: Caller, call: CompletionCall) -> dict:
     """The whole answer as one object."""
-    results = await results_of(state, call.requests)
+    results = await results_of(state, caller, call.requests)
     choices = []
     for number, result in enumerate(results):
         for delta in sorted(result.outputs, key=lambda delta: delta.index):
@@ -100,7 +101,7 @@ async def answer(state: ServerState, call: CompletionCall) -> dict:
     return {**_head(call), "choices": choices, "usage": total_usage([result.usage for result in results])}
 
 
-async def chunks(state: ServerState, call: CompletionCall) -> AsyncGenerator[dict, None]:
+async def chunks(state: ServerState, caller: Caller, call: CompletionCall) -> AsyncGenerator[dict, None]:
     """The answer in pieces, as it is made."""
     head = _head(call)
     if call.delivery.include_usage:
@@ -108,7 +109,7 @@ async def chunks(state: ServerState, call: CompletionCall) -> AsyncGenerator[dic
     choices: dict[tuple[int, int], _Choice] = {}
     scores: dict[int, list[PositionLogprobs | None]] = {}
     usages: list[Usage] = []
-    async for number, update in updates_of(state, call.requests):
+    async for number, update in updates_of(state, caller, call.requests):
         if update.prompt_logprobs is not None:
             scores[number] = update.prompt_logprobs
         for delta in update.outputs:

@@ -7,8 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from jserve.http.app import make_app
+from jserve.access.certificates import context_for_http
+from jserve.http.app import PEER_CERTIFICATE, make_app
 from jserve.server import listen
 from jserve.server.app import Server
 
@@ -28,9 +30,9 @@ async def http_front(server: Server) -> AsyncIterator[None]:
         yield
         return
     sockets = listen.sockets(section.host, section.http_port)
-    http = _Uvicorn(uvicorn.Config(
+    config = uvicorn.Config(
         make_app(server.state),
-        http="h11",
+        http=_Connection,
         ws="none",
         lifespan="off",
         log_config=None,  # uvicorn's loggers are under ours, and say nothing below warnings
@@ -40,14 +42,19 @@ async def http_front(server: Server) -> AsyncIterator[None]:
         proxy_headers=False,  # nobody's word about who is asking
         timeout_keep_alive=60,
         timeout_graceful_shutdown=_STOP_GRACE_S,
-    ))
+    )
+    config.load()
+    if server.certificates is not None:
+        config.ssl = context_for_http(section, server.certificates)
+    http = _Uvicorn(config)
     running = asyncio.create_task(http.serve(sockets))
     try:
         while not (http.started or running.done()):
             await asyncio.sleep(0.005)
         if running.done():
             running.result()
-        server.http_url = f"http://{listen.join(section.host, sockets[0].getsockname()[1])}"
+        scheme = "http" if server.certificates is None else "https"
+        server.http_url = f"{scheme}://{listen.join(section.host, sockets[0].getsockname()[1])}"
         yield
     finally:
         http.stop()
@@ -56,6 +63,14 @@ async def http_front(server: Server) -> AsyncIterator[None]:
             connection.transport.abort()  # a reader that does not read
         for one in sockets:
             one.close()
+
+
+class _Connection(H11Protocol):
+    """Tells each request the client's certificate, which TLS has verified."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.app_state = {**self.app_state, PEER_CERTIFICATE: transport.get_extra_info("peercert")}
 
 
 class _Uvicorn(uvicorn.Server):

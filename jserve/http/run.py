@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from jserve.access.gate import Caller
 from jserve.request import Code, GenerateRequest, GenerateUpdate, RequestError, Usage
 from jserve.server.coalesce import Coalescer
 from jserve.server.state import ServerState
@@ -18,10 +19,10 @@ Result = TypeVar("Result")
 
 
 async def updates_of(
-    state: ServerState, requests: Sequence[GenerateRequest]
+    state: ServerState, caller: Caller, requests: Sequence[GenerateRequest]
 ) -> AsyncIterator[tuple[int, GenerateUpdate]]:
     """(number of the prompt, update) as they come.  The first error ends all."""
-    async with _submitted(state, requests) as calls:
+    async with _submitted(state, caller, requests) as calls:
         waiting = {asyncio.create_task(call.next()): number for number, call in enumerate(calls)}
         try:
             while waiting:
@@ -37,9 +38,11 @@ async def updates_of(
             await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def results_of(state: ServerState, requests: Sequence[GenerateRequest]) -> list[GenerateUpdate]:
+async def results_of(
+    state: ServerState, caller: Caller, requests: Sequence[GenerateRequest]
+) -> list[GenerateUpdate]:
     """The whole results, in the order of the requests."""
-    async with _submitted(state, requests) as calls:
+    async with _submitted(state, caller, requests) as calls:
         return await asyncio.gather(*(call.whole() for call in calls))
 
 
@@ -75,9 +78,11 @@ async def client_leaves(receive) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _submitted(state: ServerState, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Coalescer]]:
+async def _submitted(
+    state: ServerState, caller: Caller, requests: Sequence[GenerateRequest]
+) -> AsyncIterator[list[Coalescer]]:
     calls = [Coalescer() for _ in requests]
     async with contextlib.AsyncExitStack() as stack:
         for request, call in zip(requests, calls):
-            await stack.enter_async_context(submitted(state, request, call))
+            await stack.enter_async_context(submitted(state, request, caller, call))
         yield calls

@@ -12,11 +12,12 @@ import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jserve.access.certificates import certificates
 from jserve.config import Config
 from jserve.proto_gen import control_pb2, inference_pb2
 from jserve.request import Code, RequestError
 from jserve.server import listen
-from jserve.server.control_service import ControlService
+from jserve.server.control_service import ADMIN_METHODS, ControlService
 from jserve.server.engine import Engine
 from jserve.server.health import Health
 from jserve.server.inference_service import InferenceService
@@ -38,6 +39,7 @@ class Server:
 
     def __init__(self, config: Config):
         listen.check_host(config.server)
+        self.certificates = certificates(config.server)
         self.state = ServerState(config)
         self.health = Health(SERVICES)
         self.drain_requested = asyncio.Event()
@@ -48,8 +50,8 @@ class Server:
         self._hurry = asyncio.Event()
         self._grpc = grpc.aio.server(options=_channel_options(config.server.max_message_bytes))
         self._grpc.add_generic_rpc_handlers([
-            service_handler(INFERENCE, InferenceService(self.state)),
-            service_handler(CONTROL, ControlService(self.state, self.begin_drain)),
+            service_handler(INFERENCE, InferenceService(self.state), self.state.gate),
+            service_handler(CONTROL, ControlService(self.state, self.begin_drain), self.state.gate, ADMIN_METHODS),
         ])
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self._grpc)
         reflection.enable_server_reflection((*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), self._grpc)
@@ -61,7 +63,9 @@ class Server:
     async def start(self) -> None:
         """Listens: health, reflection and GetServerInfo answer, generation is UNAVAILABLE.  ConfigError: it cannot."""
         section = self.state.config.server
-        self.port = listen.bind(self._grpc, section.host, section.port)
+        self.port = listen.bind(self._grpc, section.host, section.port, self.certificates)
+        for warning in listen.warnings(section):
+            log.warning("%s", warning)
         await self._grpc.start()
 
     def attach(self, engine: Engine) -> None:
@@ -80,7 +84,8 @@ class Server:
         self.state.is_draining = True
         if timeout_s is not None:
             self._drain_timeout_s = timeout_s
-        if self.state.engine is not None:
+        if self.state.engine is not None and not self.state.tenants.num_queued:
+            # Requests that wait for their tenant's turn were accepted too; new ones are refused by `is_draining`.
             self.state.engine.begin_drain()
         self.drain_requested.set()
 

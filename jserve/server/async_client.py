@@ -12,16 +12,30 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jserve.proto_gen import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from jserve.request import GenerateRequest, GenerateUpdate, Message, RequestError
 from jserve.server import client_common, convert, convert_results
-from jserve.server.client_common import MAX_MESSAGE_BYTES, as_request_errors
+from jserve.server.client_common import MAX_MESSAGE_BYTES, ClientTls, as_request_errors
 
 
 class AsyncClient:
     """Belongs to the event loop in which it was made."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES):
-        """`address` is host:port.  Nothing is connected before the first call."""
-        options = client_common.channel_options(address, max_message_bytes)
-        self._channel = grpc.aio.insecure_channel(address, options=options)
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        tls: ClientTls | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ):
+        """`address` is host:port; `token` a bearer token; without `tls` the connection is readable by others.
+
+        Nothing is connected before the first call.
+        """
+        options = client_common.channel_options(address, max_message_bytes, tls)
+        self._metadata = client_common.call_metadata(token)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._control = control_pb2_grpc.ControlStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -41,7 +55,8 @@ class AsyncClient:
         """Updates as they come.  The call starts with the first one asked for; `aclose`, or cancelling, cancels it."""
         message = convert.request_to_proto(request, stream_interval)
         with as_request_errors():
-            call = self._inference.Generate(message, timeout=client_common.timeout_of(request))
+            call = self._inference.Generate(
+                message, timeout=client_common.timeout_of(request), metadata=self._metadata)
             try:
                 async for response in call:
                     yield convert_results.update_from_proto(response)
@@ -51,7 +66,7 @@ class AsyncClient:
     async def generate_unary(self, request: GenerateRequest) -> GenerateUpdate:
         """The whole result in one update."""
         message = convert.request_to_proto(request)
-        response = await _call(self._inference.GenerateUnary, message, client_common.timeout_of(request))
+        response = await self._call(self._inference.GenerateUnary, message, client_common.timeout_of(request))
         return convert_results.result_from_proto(response)
 
     async def tokenize(
@@ -63,32 +78,32 @@ class AsyncClient:
     ) -> list[int]:
         """Token ids of a text, or of messages through the chat template."""
         request = client_common.tokenize_request(prompt, add_special_tokens, add_generation_prompt)
-        return list((await _call(self._inference.Tokenize, request)).token_ids)
+        return list((await self._call(self._inference.Tokenize, request)).token_ids)
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         request = client_common.detokenize_request(token_ids, skip_special_tokens)
-        return (await _call(self._inference.Detokenize, request)).text
+        return (await self._call(self._inference.Detokenize, request)).text
 
     async def model_info(self) -> control_pb2.GetModelInfoResponse:
-        return await _call(self._control.GetModelInfo, control_pb2.GetModelInfoRequest())
+        return await self._call(self._control.GetModelInfo, control_pb2.GetModelInfoRequest())
 
     async def server_info(self) -> control_pb2.GetServerInfoResponse:
-        return await _call(self._control.GetServerInfo, control_pb2.GetServerInfoRequest())
+        return await self._call(self._control.GetServerInfo, control_pb2.GetServerInfoRequest())
 
     async def loads(self) -> control_pb2.GetLoadsResponse:
-        return await _call(self._control.GetLoads, control_pb2.GetLoadsRequest())
+        return await self._call(self._control.GetLoads, control_pb2.GetLoadsRequest())
 
     async def abort(self, request_id: str) -> bool:
         """Whether such a request was waiting or running."""
-        return (await _call(self._control.Abort, control_pb2.AbortRequest(request_id=request_id))).aborted
+        return (await self._call(self._control.Abort, control_pb2.AbortRequest(request_id=request_id))).aborted
 
     async def flush_cache(self) -> int:
         """Number of cached blocks forgotten."""
-        return (await _call(self._control.FlushCache, control_pb2.FlushCacheRequest())).num_blocks
+        return (await self._call(self._control.FlushCache, control_pb2.FlushCacheRequest())).num_blocks
 
     async def check_integrity(self) -> list[str]:
         """One line a violation."""
-        return list((await _call(self._control.CheckIntegrity, control_pb2.CheckIntegrityRequest())).violations)
+        return list((await self._call(self._control.CheckIntegrity, control_pb2.CheckIntegrityRequest())).violations)
 
     async def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> str:
         """Begins a jax.profiler trace; its folder on the server.  It stops by itself after `num_steps` steps."""
@@ -101,11 +116,11 @@ class AsyncClient:
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Starts the drain and returns; the server exits when it is done."""
-        await _call(self._control.Drain, control_pb2.DrainRequest(timeout_s=timeout_s))
+        await self._call(self._control.Drain, control_pb2.DrainRequest(timeout_s=timeout_s))
 
     async def is_serving(self, service: str = "") -> bool:
         """What health says."""
-        response = await _call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+        response = await self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return response.status == health_pb2.HealthCheckResponse.SERVING
 
     async def wait_until_ready(self, timeout_s: float) -> None:
@@ -121,7 +136,6 @@ class AsyncClient:
             client_common.raise_if_late(end, timeout_s, failure)
             await asyncio.sleep(client_common.READY_POLL_S)
 
-
-async def _call(method, request, timeout: float | None = None):
-    with as_request_errors():
-        return await method(request, timeout=timeout)
+    async def _call(self, method, request, timeout: float | None = None):
+        with as_request_errors():
+            return await method(request, timeout=timeout, metadata=self._metadata)

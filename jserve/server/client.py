@@ -14,16 +14,30 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from jserve.proto_gen import control_pb2, control_pb2_grpc, inference_pb2_grpc
 from jserve.request import GenerateRequest, GenerateUpdate, Message, RequestError
 from jserve.server import client_common, convert, convert_results
-from jserve.server.client_common import MAX_MESSAGE_BYTES, as_request_errors
+from jserve.server.client_common import MAX_MESSAGE_BYTES, ClientTls, as_request_errors
 
 
 class Client:
     """May be used from several threads."""
 
-    def __init__(self, address: str, *, max_message_bytes: int = MAX_MESSAGE_BYTES):
-        """`address` is host:port.  Nothing is connected before the first call."""
-        options = client_common.channel_options(address, max_message_bytes)
-        self._channel = grpc.insecure_channel(address, options=options)
+    def __init__(
+        self,
+        address: str,
+        *,
+        token: str | None = None,
+        tls: ClientTls | None = None,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ):
+        """`address` is host:port; `token` a bearer token; without `tls` the connection is readable by others.
+
+        Nothing is connected before the first call.
+        """
+        options = client_common.channel_options(address, max_message_bytes, tls)
+        self._metadata = client_common.call_metadata(token)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._control = control_pb2_grpc.ControlStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
@@ -41,7 +55,8 @@ class Client:
         """Updates as they come.  The call starts with the first one asked for; closing the iterator cancels it."""
         message = convert.request_to_proto(request, stream_interval)
         with as_request_errors():
-            call = self._inference.Generate(message, timeout=client_common.timeout_of(request))
+            call = self._inference.Generate(
+                message, timeout=client_common.timeout_of(request), metadata=self._metadata)
             try:
                 for response in call:
                     yield convert_results.update_from_proto(response)
@@ -51,7 +66,7 @@ class Client:
     def generate_unary(self, request: GenerateRequest) -> GenerateUpdate:
         """The whole result in one update."""
         message = convert.request_to_proto(request)
-        response = _call(self._inference.GenerateUnary, message, client_common.timeout_of(request))
+        response = self._call(self._inference.GenerateUnary, message, client_common.timeout_of(request))
         return convert_results.result_from_proto(response)
 
     def tokenize(
@@ -63,32 +78,32 @@ class Client:
     ) -> list[int]:
         """Token ids of a text, or of messages through the chat template."""
         request = client_common.tokenize_request(prompt, add_special_tokens, add_generation_prompt)
-        return list(_call(self._inference.Tokenize, request).token_ids)
+        return list(self._call(self._inference.Tokenize, request).token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         request = client_common.detokenize_request(token_ids, skip_special_tokens)
-        return _call(self._inference.Detokenize, request).text
+        return self._call(self._inference.Detokenize, request).text
 
     def model_info(self) -> control_pb2.GetModelInfoResponse:
-        return _call(self._control.GetModelInfo, control_pb2.GetModelInfoRequest())
+        return self._call(self._control.GetModelInfo, control_pb2.GetModelInfoRequest())
 
     def server_info(self) -> control_pb2.GetServerInfoResponse:
-        return _call(self._control.GetServerInfo, control_pb2.GetServerInfoRequest())
+        return self._call(self._control.GetServerInfo, control_pb2.GetServerInfoRequest())
 
     def loads(self) -> control_pb2.GetLoadsResponse:
-        return _call(self._control.GetLoads, control_pb2.GetLoadsRequest())
+        return self._call(self._control.GetLoads, control_pb2.GetLoadsRequest())
 
     def abort(self, request_id: str) -> bool:
         """Whether such a request was waiting or running."""
-        return _call(self._control.Abort, control_pb2.AbortRequest(request_id=request_id)).aborted
+        return self._call(self._control.Abort, control_pb2.AbortRequest(request_id=request_id)).aborted
 
     def flush_cache(self) -> int:
         """Number of cached blocks forgotten."""
-        return _call(self._control.FlushCache, control_pb2.FlushCacheRequest()).num_blocks
+        return self._call(self._control.FlushCache, control_pb2.FlushCacheRequest()).num_blocks
 
     def check_integrity(self) -> list[str]:
         """One line a violation."""
-        return list(_call(self._control.CheckIntegrity, control_pb2.CheckIntegrityRequest()).violations)
+        return list(self._call(self._control.CheckIntegrity, control_pb2.CheckIntegrityRequest()).violations)
 
     def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> str:
         """Begins a jax.profiler trace; its folder on the server.  It stops by itself after `num_steps` steps."""
@@ -101,11 +116,11 @@ class Client:
 
     def drain(self, timeout_s: float | None = None) -> None:
         """Starts the drain and returns; the server exits when it is done."""
-        _call(self._control.Drain, control_pb2.DrainRequest(timeout_s=timeout_s))
+        self._call(self._control.Drain, control_pb2.DrainRequest(timeout_s=timeout_s))
 
     def is_serving(self, service: str = "") -> bool:
         """What health says."""
-        response = _call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
+        response = self._call(self._health.Check, health_pb2.HealthCheckRequest(service=service))
         return response.status == health_pb2.HealthCheckResponse.SERVING
 
     def wait_until_ready(self, timeout_s: float) -> None:
@@ -121,7 +136,6 @@ class Client:
             client_common.raise_if_late(end, timeout_s, failure)
             time.sleep(client_common.READY_POLL_S)
 
-
-def _call(method, request, timeout: float | None = None):
-    with as_request_errors():
-        return method(request, timeout=timeout)
+    def _call(self, method, request, timeout: float | None = None):
+        with as_request_errors():
+            return method(request, timeout=timeout, metadata=self._metadata)

@@ -6,6 +6,8 @@ import contextlib
 import ipaddress
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
@@ -16,6 +18,29 @@ from jserve.server.errors import from_rpc_error
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 READY_POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class ClientTls:
+    """How a client speaks TLS: PEM files, and what the server is called."""
+
+    ca: str | None = None
+    """Who must have signed the server's certificate.  None: the authorities that gRPC knows."""
+    cert: str | None = None
+    """The client's own certificate chain, for mutual TLS; with its key."""
+    key: str | None = None
+    server_name: str | None = None
+    """The name in the server's certificate, where it is not the address's."""
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """OSError where a file cannot be read."""
+        ca, key, cert = (None if path is None else Path(path).read_bytes() for path in (self.ca, self.key, self.cert))
+        return grpc.ssl_channel_credentials(root_certificates=ca, private_key=key, certificate_chain=cert)
+
+
+def call_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
+    """What goes with every call."""
+    return () if token is None else (("authorization", f"Bearer {token}"),)
 
 
 @contextlib.contextmanager
@@ -56,8 +81,10 @@ def raise_if_late(end: float, timeout_s: float, failure: RequestError | None) ->
         raise RequestError(Code.DEADLINE_EXCEEDED, f"the server was not ready within {timeout_s:g} s{why}")
 
 
-def channel_options(address: str, max_message_bytes: int) -> list[tuple[str, int]]:
+def channel_options(address: str, max_message_bytes: int, tls: ClientTls | None = None) -> list[tuple[str, object]]:
+    named = tls is not None and tls.server_name is not None
     return [
+        *([("grpc.ssl_target_name_override", tls.server_name)] if named else []),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", 20_000),

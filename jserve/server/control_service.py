@@ -24,6 +24,11 @@ _OUR_LOADS = ("num_open_streams", "max_open_streams")
 _ENGINE_LOADS = tuple(field.name for field in pb.GetLoadsResponse.DESCRIPTOR.fields if field.name not in _OUR_LOADS)
 
 
+ADMIN_METHODS = frozenset(("Abort", "FlushCache", "SubscribeKvEvents", "LoadLora", "UnloadLora", "StartProfile",
+                           "StopProfile", "Drain"))
+"""Need the role admin where tokens are used: they change what everybody gets, or show everybody's tokens."""
+
+
 class ControlService:
     def __init__(self, state: ServerState, begin_drain: Callable[[float | None], None]):
         """`begin_drain(timeout_s)` returns at once; None is the configured time."""

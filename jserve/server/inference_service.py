@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from contextlib import AbstractAsyncContextManager
 
 import grpc
 
 from jserve.proto_gen import inference_pb2 as pb
-from jserve.request import Code, GenerateRequest, RequestError, invalid
+from jserve.request import Code, RequestError, invalid
 from jserve.server import convert, convert_results
+from jserve.server.callers import caller_of
 from jserve.server.coalesce import Coalescer
 from jserve.server.state import ServerState
 from jserve.server.submit import submitted
@@ -24,7 +26,7 @@ class InferenceService:
 
     async def Generate(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         call = Coalescer(convert.stream_interval(message))
-        async with submitted(self._state, self._request(message, context), call):
+        async with self._submitted(message, context, call):
             while (update := await call.next()) is not None:
                 for response in convert_results.update_to_protos(update):
                     await context.write(response)
@@ -35,7 +37,7 @@ class InferenceService:
         if message.HasField("stream"):
             raise RequestError(Code.INVALID_ARGUMENT, "stream: has no meaning in GenerateUnary", field="stream")
         call = Coalescer()
-        async with submitted(self._state, self._request(message, context), call):
+        async with self._submitted(message, context, call):
             result = await call.whole()
         if result.prompt_logprobs or any(output.logprobs for output in result.outputs):
             # Thousands of positions take a while; a thread lets other calls in between.
@@ -69,11 +71,14 @@ class InferenceService:
         text = await asyncio.to_thread(info.tokenizer.decode, list(message.token_ids), message.skip_special_tokens)
         return pb.DetokenizeResponse(text=text)
 
-    def _request(self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> GenerateRequest:
+    def _submitted(
+        self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext, call: Coalescer
+    ) -> AbstractAsyncContextManager[None]:
         self._state.engine_for_requests()  # UNAVAILABLE comes before what is wrong with the request
         if not message.HasField("request_id"):
             message.request_id = f"gen-{uuid.uuid4().hex}"
-        return convert.request_from_proto(message, deadline=_deadline(context))
+        request = convert.request_from_proto(message, deadline=_deadline(context))
+        return submitted(self._state, request, caller_of(self._state.gate, context), call)
 
 
 def _deadline(context: grpc.aio.ServicerContext) -> float | None:

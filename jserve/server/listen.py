@@ -9,33 +9,72 @@ import socket
 
 import grpc
 
+from jserve.access.certificates import Certificates
+from jserve.access.reloaded import Reloaded
 from jserve.config import ConfigError, ServerSection
 
 
 def check_host(section: ServerSection) -> None:
     """ConfigError where anybody on the network could call, and the config does not say that this is wanted; or where a
     port is none."""
-    for name, port in (("port", section.port), ("http_port", section.http_port), ("metrics_port", section.metrics_port)):
+    for name in ("port", "http_port", "metrics_port"):
+        port = getattr(section, name)
         if port is not None and not 0 <= port <= 65535:
             raise ConfigError(f"server.{name} = {port}: must be in 0..65535 (0 picks a free one)")
-    if section.insecure or _is_loopback(section.host):
+    if section.insecure or section.tls_cert or section.auth_file or _is_loopback(section.host):
         return
     raise ConfigError(
         f"server.host = {section.host!r} is reachable from other machines, and there is neither TLS nor a token file;"
-        " listen on 127.0.0.1, or give --insecure to allow it"
+        " listen on 127.0.0.1, give --tls-cert and --tls-key or --auth-file, or --insecure to allow it"
     )
 
 
-def bind(server: grpc.aio.Server, host: str, port: int) -> int:
+def warnings(section: ServerSection) -> list[str]:
+    """What is allowed, and worth knowing, about who may call."""
+    if _is_loopback(section.host):
+        return []
+    found = []
+    if section.auth_file and not section.tls_cert:
+        found.append("there is no TLS: bearer tokens and prompts travel readable (--tls-cert, --tls-key)")
+    if not section.auth_file and not section.tls_client_ca:
+        found.append(f"anybody who reaches {section.host} may call (--auth-file or --tls-client-ca tells who)")
+    return found
+
+
+def bind(server: grpc.aio.Server, host: str, port: int, source: Reloaded[Certificates] | None) -> int:
     """Binds the server and returns the port, which is a free one where `port` is 0.  ConfigError where it cannot."""
     _try_with_a_plain_socket("server.port", host, port)
     try:
-        bound = server.add_insecure_port(join(host, port))
+        if source is None:
+            bound = server.add_insecure_port(join(host, port))
+        else:
+            bound = server.add_secure_port(join(host, port), _grpc_credentials(source))
     except RuntimeError:
         bound = 0
     if bound == 0:
         raise ConfigError(f"server.port = {port}: gRPC cannot listen on {join(host, port)}")
     return bound
+
+
+def _grpc_credentials(source: Reloaded[Certificates]) -> grpc.ServerCredentials:
+    """gRPC asks at each handshake; it is told of certificates only when they are new."""
+    given = source.current()
+
+    def newer() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal given
+        current = source.current()
+        if current is given:
+            return None
+        given = current
+        return _grpc_configuration(current)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _grpc_configuration(given), newer, require_client_authentication=given.client_ca is not None)
+
+
+def _grpc_configuration(certificates: Certificates) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(certificates.key, certificates.chain)], root_certificates=certificates.client_ca)
 
 
 def join(host: str, port: int) -> str:

@@ -33,8 +33,8 @@ async def serve(
     Health and reflection answer before the engine exists.  `engine_factory` must not block the event loop (build in a
     thread) and may be cancelled.  First signal: health NOT_SERVING, new generation calls UNAVAILABLE, what is waiting
     or running finishes within server.drain_timeout_s.  Second: what is open is cut.  Third: the default, death.
-    `front` is another way in that listens as long as gRPC does.  Returns 0 after a drain, 1 where the engine stopped by itself.  Raises ConfigError where it cannot listen, and
-    whatever the factory raises.
+    `front` is another way in that listens as long as gRPC does.  Returns 0 after a drain, 1 where the engine stopped by
+    itself.  Raises ConfigError where it cannot listen, and whatever the factory raises.
     """
     server = Server(config)
     engine = None

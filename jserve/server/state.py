@@ -7,6 +7,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from jserve.access.gate import Gate
+from jserve.access.tenants import Tenants
 from jserve.config import Config
 from jserve.request import Code, RequestError
 from jserve.server.coalesce import Coalescer
@@ -60,7 +62,10 @@ class ServerState:
     """Goes starting -> ready -> draining -> stopped, and from any of them to the right.  `engine` is set when ready."""
 
     def __init__(self, config: Config):
+        """ConfigError where the settings of who may call cannot be used."""
         self.config = config
+        self.gate = Gate(config.server)
+        self.tenants = Tenants(self.gate.limits_of)
         self.engine: Engine | None = None
         self.calls = OpenCalls(config.server.max_concurrent_streams)
         self.started = time.monotonic()

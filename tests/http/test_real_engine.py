@@ -8,6 +8,7 @@ import pytest
 
 from jserve.request import GenerateRequest, Message, SamplingParams
 from jserve.weights.load import load_model
+from tests.support.auth import BLUE, RED, auth_file
 from tests.support.engines import running_engine
 from tests.support.grpc_server import serving
 from tests.support.http_server import openai_client, post
@@ -64,6 +65,17 @@ async def test_usage_tells_the_cached_tokens(engine):
         for cached in (0, 32):
             answer = await client.completions.create(model="tiny", prompt=list(range(300, 340)), max_tokens=1)
             assert answer.usage.prompt_tokens_details.cached_tokens == cached
+
+
+async def test_no_tenant_finds_what_another_has_cached(engine, tmp_path):
+    prompt = {"model": "tiny", "prompt": list(range(100, 140)), "max_tokens": 1, "cache_salt": "the same"}
+
+    async def cached_tokens(token: str) -> int:
+        answer = await post(server, "/v1/completions", prompt, headers={"Authorization": f"Bearer {token}"})
+        return answer.json["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    async with serving(engine, http_port=0, auth_file=auth_file(tmp_path)) as (server, _):
+        assert [await cached_tokens(token) for token in (RED, BLUE, RED, BLUE)] == [0, 0, 32, 32]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1])

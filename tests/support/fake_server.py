@@ -20,6 +20,8 @@ def main() -> int:
     parser.add_argument("--max-running", type=int, default=1000)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--http-port", type=int)
+    for name in ("auth-file", "tls-cert", "tls-key"):
+        parser.add_argument(f"--{name}")
     parser.add_argument("--drain-timeout-s", type=float, default=30.0)
     parser.add_argument("--stop-after-s", type=float, help="the engine stops by itself")
     arguments = parser.parse_args()
@@ -31,7 +33,8 @@ def main() -> int:
             asyncio.get_running_loop().call_later(arguments.stop_after_s, setattr, engine, "state", "stopped")
         return engine
 
-    settings = config(port=arguments.port, drain_timeout_s=arguments.drain_timeout_s, http_port=arguments.http_port)
+    settings = config(port=arguments.port, drain_timeout_s=arguments.drain_timeout_s, http_port=arguments.http_port,
+                      auth_file=arguments.auth_file, tls_cert=arguments.tls_cert, tls_key=arguments.tls_key)
     try:
         return asyncio.run(serve(
             factory, settings, front=http_front,
