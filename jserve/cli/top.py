@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jserve.cli.client_flags import add_client_flags, client_access
 from jserve.cli.command import Command
 from jserve.cli.number_flags import number
 from jserve.request import RequestError
@@ -102,7 +103,7 @@ def _share(part: float, whole: float) -> float:
 def run(arguments: argparse.Namespace) -> int:
     from jserve.server.client import Client
 
-    with Client(arguments.address) as client:
+    with Client(arguments.address, **client_access(arguments)) as client:
         before = _look(client)
         name = client.model_info().name
         if arguments.once or not sys.stdout.isatty():
@@ -141,6 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--interval", type=number(above=True), default=1.0, metavar="S", help="seconds between looks [%(default)g]"
     )
     parser.add_argument("--once", action="store_true", help="one JSON object over one interval (also without a terminal)")
+    add_client_flags(parser)
 
 
 COMMAND = Command(

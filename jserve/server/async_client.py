@@ -108,11 +108,11 @@ class AsyncClient:
     async def start_profile(self, output_dir: str | None = None, num_steps: int | None = None) -> str:
         """Begins a jax.profiler trace; its folder on the server.  It stops by itself after `num_steps` steps."""
         request = control_pb2.StartProfileRequest(output_dir=output_dir, num_steps=num_steps)
-        return (await _call(self._control.StartProfile, request)).output_dir
+        return (await self._call(self._control.StartProfile, request)).output_dir
 
     async def stop_profile(self) -> str:
         """Writes the trace; its folder on the server."""
-        return (await _call(self._control.StopProfile, control_pb2.StopProfileRequest())).output_dir
+        return (await self._call(self._control.StopProfile, control_pb2.StopProfileRequest())).output_dir
 
     async def drain(self, timeout_s: float | None = None) -> None:
         """Starts the drain and returns; the server exits when it is done."""
