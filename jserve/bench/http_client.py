@@ -57,6 +57,11 @@ class HttpClient:
         async with self._answer("GET", path, b"") as lines:
             return json.loads(b"".join([part async for part in lines]))
 
+    async def answers(self, path: str) -> bool:
+        """Whether a GET has status 200, whatever it says.  RequestError where it has another."""
+        async with self._answer("GET", path, b""):
+            return True
+
     async def events(self, path: str, message: object) -> AsyncIterator[dict]:
         """The data of each server-sent event of a POST, up to [DONE]."""
         async with self._answer("POST", path, json.dumps(message).encode()) as parts:

@@ -1,0 +1,89 @@
+"""`tools/compare_peers.py` over two scripted servers: taking turns, agreement of tokens, and the table that grows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from jserve.bench.report import RequestRecord
+from jserve.bench.target import Target
+from tools import compare_peers
+from tools.peers import agreement, servers, table
+
+ROW = table.Row(
+    peer="vLLM float32", our_name="jserve float32", load="128 in, 64 out", concurrency=8, ours=120.0, theirs=80.0,
+    our_ttft_ms=500, their_ttft_ms=700, our_tpot_ms=60.0, their_tpot_ms=90.0, our_ready_s=6.0, their_ready_s=90.0,
+    num_rounds=1, num_prompts=24, agreement=None, versions="0.32", machine="x86_64", date="2026-11-30",
+)
+
+
+def fake(name: str, step_s: float) -> servers.Launch:
+    port = servers._free_port()
+    command = [sys.executable, "-m", "tests.support.fake_server", "--port", str(port), "--step-s", str(step_s)]
+    return servers.Launch(name, command, Target("jserve", f"127.0.0.1:{port}"), "1.0")
+
+
+def test_two_servers_take_turns_and_the_table_says_how_much_faster_one_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(compare_peers, "with_model_on_disk", lambda config, say: config)
+    monkeypatch.setattr(compare_peers, "open_checkpoint", lambda path: None)
+    monkeypatch.setattr(compare_peers, "write_folder", lambda checkpoint, folder: folder)
+    monkeypatch.setattr(compare_peers.servers, "jserve", lambda *rest: fake("jserve float32", 0.01))
+    monkeypatch.setattr(compare_peers.servers, "vllm", lambda *rest: fake("vLLM float32", 0.04))
+    page = tmp_path / "benchmarks.md"
+    flags = ["--only", "vllm", "--max-concurrency", "2", "--num-prompts", "6", "--output-len", "8", "--rounds", "2"]
+    monkeypatch.setattr(sys, "argv", ["compare_peers", *flags, "--folder", str(tmp_path), "--page", str(page)])
+    assert compare_peers.main() == 0
+    (row,) = json.loads(page.with_suffix(".json").read_text())
+    assert 1.5 < row["ours"] / row["theirs"] < 6 and row["num_rounds"] == 2
+    assert row["agreement"]["num_equal"] == row["agreement"]["num_requests"] == 6
+    assert "| 128 in, 8 out | 2 |" in page.read_text() and "6 of 6" in page.read_text()
+
+
+async def test_a_server_that_dies_is_one_line(tmp_path):
+    launch = replace(fake("peer", 0.01), command=[sys.executable, "-c", "raise SystemExit(3)"])
+    with pytest.raises(servers.NotReady, match="peer: status 3; its output is in"):
+        async with servers.running(launch, tmp_path / "log", 20.0):
+            pass
+
+
+def test_rows_are_replaced_by_key_and_the_rest_of_the_page_stays(tmp_path):
+    page = tmp_path / "benchmarks.md"
+    page.write_text(f"# Before\n{table.BEGIN}\nbygone\n{table.END}\nafter\n")
+    table.write(page, table.merge([], [ROW, replace(ROW, concurrency=1)]))
+    table.write(page, table.merge(table.read(page.with_suffix(".json")), [replace(ROW, ours=160.0)]))
+    text = page.read_text()
+    assert text.startswith("# Before\n") and text.endswith("after\n") and "bygone" not in text
+    assert "2.00x" in text and "1.50x" in text and text.count("jserve float32 against vLLM float32") == 1
+    assert [row.concurrency for row in table.read(page.with_suffix(".json"))] == [1, 8]
+
+
+def test_agreement_counts_equal_outputs_and_where_others_part():
+    def records(*outputs):
+        return [RequestRecord(3, 0.0, ((1.0, len(ids)),), 1.0, token_ids=tuple(ids)) for ids in outputs]
+
+    found = agreement.compare(records([1, 2, 3, 4], [5, 6, 7, 8]), records([1, 2, 3, 4], [5, 6, 9, 9]))
+    assert (found.num_requests, found.num_equal, found.prefix_share) == (2, 1, 0.75)
+    assert agreement.compare(records([1]), records([])) is None, "a server that tells no ids"
+
+
+def test_the_folder_that_others_read_is_the_same_model(tmp_path):
+    from jserve.tokenizer import from_folder
+    from jserve.weights.checkpoint import open_checkpoint
+    from tests.support.tiny_models import random_gguf
+    from tools.peers.hf_folder import write_folder
+
+    checkpoint = open_checkpoint(random_gguf(tmp_path / "m.gguf"))
+    folder = write_folder(checkpoint, tmp_path / "hf")
+    again = open_checkpoint(folder)
+    assert replace(again.config, architecture="") == replace(checkpoint.config, architecture="")
+    assert again.tensors.keys() == checkpoint.tensors.keys()
+    for name, tensor in again.tensors.items():
+        assert (tensor.read(0, tensor.num_rows) == checkpoint.tensors[name].read(0, tensor.num_rows)).all()
+    text = "a b  c\n12 <|x|>"
+    from jserve.tokenizer import from_gguf
+
+    ids = from_gguf(checkpoint.tokenizer_source).encode(text, add_special=False)
+    assert from_folder(folder).encode(text, add_special=False) == ids
