@@ -164,10 +164,21 @@ class Sampling:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    """Empty: every token."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not be completed in the output."""
     n: int = 1
     """Outputs that are sent."""
     best_of: int = 1
     """Outputs that are generated; where they are more than n, the best by mean logprob are sent, at the end."""
+
+    @property
+    def is_shaped(self) -> bool:
+        """Whether it changes logits before temperature, beyond the ban of min_tokens."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
 @dataclass(frozen=True)

@@ -92,7 +92,7 @@ class _Host:
         limits = SchedulerLimits(self._budget, slots, powers_up_to(16, self._budget), powers_up_to(1, slots))
         self.scheduler = Scheduler(limits, self.blocks, policy=PolicySettings(load.policy))
         self._runner = FakeRunner(slots)
-        self._rows = SamplingRows(slots)
+        self._rows = SamplingRows(slots, vocab_size=1000)
         self._random = np.random.default_rng(0)
         self._sampling: dict[int, Sampling] = {}
         self._made = 0

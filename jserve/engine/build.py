@@ -31,6 +31,7 @@ from jserve.runner.model_runner import ModelRunner
 from jserve.runner.programs import ProgramSet
 from jserve.sampling.fields import SUPPORTED
 from jserve.sampling.limits import ModelLimits
+from jserve.sampling.shaping import BYTES_PER_ID
 from jserve.sampling.validate import generation_defaults
 from jserve.scheduler import POLICIES, PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, preemption
 from jserve.scheduler.policies import parse_weights
@@ -263,13 +264,13 @@ def size_pool(
 def activation_bytes(model: ModelConfig, plan: CompilePlan) -> int:
     """An upper estimate of what one step needs besides weights and pool, in float32.
 
-    The widest layer of the largest step, three times (input, output, gate and up), and the logits of the largest sampler
-    three times (raw, processed, one temporary).
+    The widest layer of the largest step, three times (input, output, gate and up), the logits of the largest sampler
+    three times (raw, processed, one temporary), and the rows of penalties and bias.
     """
     widest = max(4 * model.d_model, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim, 2 * model.d_ff)
     step = 3 * plan.token_buckets[-1] * widest
     logits = 3 * max(plan.num_slots, SCORED_ROWS) * model.vocab_size
-    return 4 * (step + logits)
+    return 4 * (step + logits) + BYTES_PER_ID * (plan.num_slots + 1) * model.vocab_size
 
 
 def make_programs(
@@ -381,6 +382,7 @@ def _wire(
         max_pool_tokens=memory.num_tokens,
         block_size=config.kv.block_size,
         num_real_tokens=tokenizer.vocab_size,
+        encode_word=lambda word: tokenizer.encode(word, add_special=False),
     )
     engine = AsyncEngine(
         info=info,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jserve.config import Config, ConfigError
-from jserve.sampling.sampler import VARIANTS, SamplerKind, SamplerVariant
+from jserve.sampling.sampler import VARIANTS, SamplerVariant
 from jserve.scheduler.buckets import powers_up_to
 
 SCORED_ROWS = 64
@@ -40,10 +40,6 @@ class SamplerShape:
         return f"{self.variant.kind.value}[{self.num_rows} rows{', logprobs' if self.variant.logprobs else ''}]"
 
 
-SERVED_VARIANTS = tuple(variant for variant in VARIANTS if variant.kind is not SamplerKind.FULL)
-"""Sampler variants that the fields served today can need."""
-
-
 @dataclass(frozen=True)
 class CompilePlan:
     token_buckets: tuple[int, ...]
@@ -64,7 +60,7 @@ class CompilePlan:
 
     @property
     def sampler_shapes(self) -> tuple[SamplerShape, ...]:
-        return tuple(SamplerShape(rows, variant) for variant in SERVED_VARIANTS for rows in self.sampler_rows)
+        return tuple(SamplerShape(rows, variant) for variant in VARIANTS for rows in self.sampler_rows)
 
     @property
     def head_rows(self) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from jserve.runner.sampling_rows import SamplingRows
 from jserve.sampling.sampler import SamplerVariant
 from jserve.scheduler.buckets import bucket_for
 from jserve.scheduler.plan import PromptScores, StepOutput, StepPlan
+from jserve.scheduler.sequence import Sequence
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class ModelRunner:
         self._programs = programs
         self._params = params
         self._tables = tables
-        self._sampling = SamplingRows(programs.num_slots)
+        self._sampling = SamplingRows(programs.num_slots, programs.vocab_size)
         self._in_flight: deque[_InFlight] = deque()
         self._last_collected = 0.0
         self._host = programs.host_blocks()
@@ -67,10 +68,13 @@ class ModelRunner:
         self._pools = None  # give the old ones back first: two do not fit
         self._pools = self._programs.allocate_pools()
         self._slot_tokens = self._programs.initial_slot_tokens()
+        self._shaping_rows = self._programs.shaping.empty_rows()
 
     def warm_up(self) -> None:
         """Runs every program once with nothing but padding, so that the first request meets no first-call cost."""
-        self._pools, self._slot_tokens = self._programs.run_each_once(self._params, self._pools, self._slot_tokens)
+        self._pools, self._slot_tokens, self._shaping_rows = self._programs.run_each_once(
+            self._params, self._pools, self._slot_tokens, self._shaping_rows
+        )
         jax.block_until_ready(self._pools)
         if self._host is not None:
             for _ in range(2):  # the second time counts
@@ -85,7 +89,7 @@ class ModelRunner:
         programs = self._programs
         launched = time.perf_counter()
         for sequence in plan.admitted:
-            self._sampling.enter(sequence)
+            self._enter(sequence)
         if plan.saves:
             programs.save_blocks(self._pools, self._host, plan.step_id, plan.saves)
         if plan.copies:
@@ -100,11 +104,7 @@ class ModelRunner:
         sampled = variant = None
         if len(plan.sampling_rows):
             variant = self._sampling.variant(plan.slots[plan.sampling_rows])
-            logits = programs.logits(
-                bucket_for(programs.plan.head_rows, len(plan.sampling_rows)), self._params, sample_hidden
-            )
-            packed = self._sampling.build(plan, len(logits))
-            self._slot_tokens, sampled = programs.sample(variant, logits, self._slot_tokens, packed)
+            sampled = self._sample(plan, variant, sample_hidden)
         scored = self._score_prompts(plan, shape, hidden)
         self._in_flight.append(_InFlight(plan, launched, sampled, variant, scored))
 
@@ -128,6 +128,26 @@ class ModelRunner:
         output.device_seconds = now - max(step.launched, self._last_collected)
         self._last_collected = now
         return output
+
+    def _enter(self, sequence: Sequence) -> None:
+        self._sampling.enter(sequence)
+        dense_row = self._sampling.shaping.enter(sequence)
+        if dense_row is not None:
+            self._shaping_rows = self._programs.shaping.set_row(self._shaping_rows, sequence.slot, dense_row)
+
+    def _sample(self, plan: StepPlan, variant: SamplerVariant, sample_hidden: jax.Array) -> jax.Array:
+        """Starts head and sampler of a step; the sampler's packed output."""
+        programs, rows = self._programs, plan.sampling_rows
+        logits = programs.logits(bucket_for(programs.plan.head_rows, len(rows)), self._params, sample_hidden)
+        packed = self._sampling.build(plan, len(logits))
+        shaping = shaped = None
+        if self._sampling.shaping.is_shaped(plan.slots[rows]):
+            shaping = self._sampling.shaping.build(plan, len(logits))
+            shaped = programs.shaping.shape(logits, self._shaping_rows, self._slot_tokens, shaping)
+        self._slot_tokens, sampled = programs.sample(variant, logits, self._slot_tokens, packed, shaped)
+        if shaping is not None:
+            self._shaping_rows = programs.shaping.count(self._shaping_rows, self._slot_tokens, shaping)
+        return sampled
 
     def _score_prompts(self, plan: StepPlan, shape: StepShape, hidden: jax.Array) -> list[_Scored]:
         """Starts scoring the prompt tokens of rows that asked for prompt_logprobs, SCORED_ROWS positions a call."""

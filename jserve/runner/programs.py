@@ -20,15 +20,17 @@ from jserve.models.inputs import AttentionPlan
 from jserve.models.registry import model_code
 from jserve.runner import sampling_rows
 from jserve.runner.batch import InputLayout
-from jserve.runner.compile_plan import SCORED_ROWS, SERVED_VARIANTS, CompilePlan, SamplerShape, StepShape
+from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, SamplerShape, StepShape
 from jserve.runner.compiler import compile_all
 from jserve.runner.executable_store import ExecutableStore, fingerprint
 from jserve.runner.forward import ForwardPrograms, ServedParams, serve_params
 from jserve.runner.host_blocks import HostBlocks
+from jserve.runner.shaping_programs import ShapingPrograms
 from jserve.sampling.limits import MAX_LOGPROBS
 from jserve.sampling.prompt_scores import score_positions
-from jserve.sampling.sampler import SamplerVariant, sample
+from jserve.sampling.sampler import VARIANTS, SamplerVariant, sample
 from jserve.sampling.scores import TokenScores
+from jserve.sampling.shaping import ShapingRows
 from jserve.scheduler.buckets import bucket_for
 from pallas_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pallas_kernels.paged_attention import PoolLayout
@@ -110,6 +112,8 @@ class ProgramSet:
             for shape, layout in self._input_layouts.items()
         }
         self._by_layer = by_layer
+        self.vocab_size = config.vocab_size
+        self.shaping = ShapingPrograms(plan.num_slots, config.vocab_size, plan.sampler_rows)
         self._compiled: dict = {}
         self._compiled_forward: dict[StepShape, dict] = {}
 
@@ -144,9 +148,21 @@ class ProgramSet:
         """f32[sampler rows, V] of the first `num_rows` (a bucket of the head), zeros below."""
         return self._compiled["head", num_rows](params.outer, sample_hidden)
 
-    def sample(self, variant: SamplerVariant, logits: jax.Array, slot_tokens: jax.Array, packed: np.ndarray):
-        """Returns the new slot_tokens and the packed output (see SampledColumns)."""
-        return self._compiled[SamplerShape(len(packed), variant)](logits, slot_tokens, packed)
+    def sample(
+        self,
+        variant: SamplerVariant,
+        logits: jax.Array,
+        slot_tokens: jax.Array,
+        packed: np.ndarray,
+        shaped: jax.Array | None = None,
+    ):
+        """Returns the new slot_tokens and the packed output (see SampledColumns).
+
+        Args:
+          shaped: what penalties and masks made of the logits; None: nobody asks for any.
+        """
+        shaped = logits if shaped is None else shaped
+        return self._compiled[SamplerShape(len(packed), variant)](logits, shaped, slot_tokens, packed)
 
     def score(self, shape: StepShape, params: ServedParams, hidden: jax.Array, packed: np.ndarray) -> jax.Array:
         """Scores prompt tokens: packed i32[2, SCORED_ROWS] holds flat positions and targets."""
@@ -190,18 +206,20 @@ class ProgramSet:
         shapes = [staging.shape[1:] for staging in self._staging()]
         return HostBlocks(self.num_host_blocks + 1, shapes, [layout.storage_dtype for layout in self._layouts])
 
-    def run_each_once(self, params: ServedParams, pools, slot_tokens):
-        """Runs the smallest step, sampler, scorer and copy on padding.  Returns pools and slot_tokens, unchanged."""
+    def run_each_once(self, params: ServedParams, pools, slot_tokens, shaping_rows: ShapingRows):
+        """Runs the smallest step, sampler, scorer and copy on padding.  Returns pools, slot_tokens and shaping_rows,
+        unchanged."""
         shape = self.plan.step_shapes[0]
         padding = np.zeros(self.input_layout(shape).size, np.int32)
         hidden, sample_hidden, pools = self.forward(shape, params, pools, slot_tokens, padding)
         logits = self.logits(self.plan.head_rows[0], params, sample_hidden)
-        for variant in SERVED_VARIANTS:
+        for variant in VARIANTS:
             packed = sampling_rows.padding(len(logits), self.num_slots)
             slot_tokens, _ = self.sample(variant, logits, slot_tokens, packed)
+        shaping_rows = self.shaping.run_each_once(logits, shaping_rows, slot_tokens)
         self.score(shape, params, hidden, np.zeros((2, SCORED_ROWS), np.int32))
         pools = self.copy_blocks(pools, [(group, 0, 0) for group in range(len(pools))])
-        return pools, slot_tokens
+        return pools, slot_tokens, shaping_rows
 
     # -- compiling
 
@@ -210,6 +228,7 @@ class ProgramSet:
     ) -> None:
         """Makes every program of the plan ready to run; `store` has executables of earlier starts."""
         self._compiled = compile_all(self.jobs(params), num_threads, progress, store, self._compiler_options())
+        self.shaping.use(self._compiled)
         for shape in self._forward:
             self._compiled_forward[shape] = {
                 key[1]: program for key, program in self._compiled.items() if isinstance(key, tuple) and key[0] == shape
@@ -250,7 +269,8 @@ class ProgramSet:
             packed = _i32(sampler_shape.num_rows, sampling_rows.NUM_COLUMNS)
             logits = jax.ShapeDtypeStruct((sampler_shape.num_rows, self._config.vocab_size), jnp.float32)
             program = self._sampler_program(sampler_shape)
-            jobs[sampler_shape] = functools.partial(_lower, program, (), logits, slot_tokens, packed)
+            jobs[sampler_shape] = functools.partial(_lower, program, (), logits, logits, slot_tokens, packed)
+        jobs |= self.shaping.jobs()
         rows = jax.ShapeDtypeStruct((SCORED_ROWS, width), dtype)
         jobs["score"] = functools.partial(_lower, self._score_program, (), params.outer, rows, _i32(SCORED_ROWS))
         for group, pool in enumerate(pools):
@@ -282,9 +302,9 @@ class ProgramSet:
         return head
 
     def _sampler_program(self, shape: SamplerShape) -> Callable:
-        def sample_rows(logits_RV, slot_tokens, packed):
+        def sample_rows(logits_RV, shaped_RV, slot_tokens, packed):
             slots, inputs = sampling_rows.unpack(packed, self.num_slots)
-            out = sample(logits_RV, inputs, shape.variant, self._num_real_tokens)
+            out = sample(logits_RV, inputs, shape.variant, self._num_real_tokens, shaped_RV)
             columns = _pack_columns(out.token_ids, out.logprob, out.is_sound, out.scores)
             return slot_tokens.at[slots].set(out.token_ids), columns
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.runner.shaping_state import ShapingState
 from jserve.sampling.limits import MAX_BANNED_TOKEN_IDS
 from jserve.sampling.sampler import SamplerInputs, SamplerKind, SamplerVariant
 from jserve.scheduler.plan import StepPlan
@@ -23,8 +24,9 @@ NUM_COLUMNS = len(_SCALARS) + len(_FLOATS) + MAX_BANNED_TOKEN_IDS
 class SamplingRows:
     """Numpy structure-of-arrays by slot; one row of int32 columns a slot."""
 
-    def __init__(self, num_slots: int):
+    def __init__(self, num_slots: int, vocab_size: int):
         self._num_slots = num_slots
+        self.shaping = ShapingState(num_slots, vocab_size)
         self._rows = np.zeros((num_slots, NUM_COLUMNS), np.int32)
         self._min_tokens = np.zeros(num_slots, np.int32)
         self._num_banned = np.zeros(num_slots, np.int32)

@@ -5,7 +5,7 @@ Knows no request and no array library.  `engine.build` makes one ModelLimits at 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -25,6 +25,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARACTERS = 256
+MAX_BAD_WORD_SEQUENCES = 2 * MAX_BAD_WORDS
+"""A word is spelled in two ways: at the start of a text and after a blank."""
 MAX_CHOICES = 1024
 MAX_REQUEST_ID_CHARACTERS = 256
 MAX_CACHE_SALT_CHARACTERS = 256
@@ -50,6 +52,8 @@ class ModelLimits:
     """Ids that the tokenizer knows; the sampler returns none beyond. None: vocab_size."""
     max_prompt_characters: int | None = None
     """Longest prompt text worth tokenising, for example context_length times the longest token. None: no limit."""
+    encode_word: Callable[[str], list[int]] | None = None
+    """Ids of a word, nothing added around it; for bad_words."""
 
     def __post_init__(self):
         if self.context_length < 1 or self.vocab_size < 1:

@@ -1,7 +1,8 @@
 """Logits to tokens, on the device: one pure function that the runner jits for each planned variant and row bucket.
 
 A row's token depends on its own logits and inputs alone: never on its neighbours, its place or the bucket.
-Order as API.md: allowed and banned ids, bias, penalties, temperature, min_p, top_k, top_p; logprobs are of raw logits.
+Order as API.md: masks, bias and penalties (`shaping`, a program of its own), temperature, min_p, top_k, top_p; logprobs
+are of raw logits.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from jserve.sampling.draw import draw, draw_keys
 from jserve.sampling.limits import MIN_TEMPERATURE
 from jserve.sampling.rows import each_row
 from jserve.sampling.scores import TokenScores, chunked, hide_unreal, normalizer, score, token_logprob
-from jserve.sampling.shaping import ShapingInputs, shape
 from jserve.sampling.threshold import Filters, keep_threshold
 
 
@@ -31,8 +31,6 @@ class SamplerKind(enum.Enum):
     """Every row takes its most probable token."""
     SAMPLE = "sample"
     """Some row draws: temperature, min_p, top_k, top_p."""
-    FULL = "full"
-    """Some row has penalties, a bias, allowed ids or bad words."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +77,17 @@ def sample(
     inputs: SamplerInputs,
     variant: SamplerVariant,
     num_real_tokens: int | None = None,
-    shaping: ShapingInputs | None = None,
+    shaped: Array | None = None,
 ) -> SamplerOutput:
     """Tokens of f32[R, V] logits.  Ids from num_real_tokens on (rows that pad the embedding) are never returned.
 
-    `shaping` is given exactly under FULL.  That some token is left in every row is the validator's promise for
-    min_tokens and allowed ids; `is_sound` is False in a row where none is.
+    `shaped` are the logits that penalties and masks left, where some row has any; log-probabilities stay those of
+    `logits`.  That some token is left in every row is the validator's promise; `is_sound` is False in a row where none is.
     """
-    assert (shaping is not None) == (variant.kind is SamplerKind.FULL), (variant, shaping)
     num_real_tokens = logits.shape[1] if num_real_tokens is None else num_real_tokens
     norm = normalizer(logits)
 
-    shaped = _ban(hide_unreal(logits, num_real_tokens), inputs)
-    if shaping is not None:
-        shaped = shape(shaped, shaping)
+    shaped = _ban(hide_unreal(logits if shaped is None else shaped, num_real_tokens), inputs)
     maximum, token_ids = _most_probable(shaped)
     if variant.kind is not SamplerKind.GREEDY:
         keys = draw_keys(inputs.seed, inputs.sample_index, inputs.position)

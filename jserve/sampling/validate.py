@@ -13,6 +13,7 @@ from typing import Any
 
 from jserve.request import GenerateRequest, Message, RequestError, Sampling, SamplingParams, invalid
 from jserve.sampling import fields, limits
+from jserve.sampling.bad_words import token_sequences
 from jserve.sampling.limits import ModelLimits
 
 _DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -40,6 +41,8 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
     banned = tuple(sorted(stop_token_ids | set(model.eos_token_ids))) if min_tokens else ()
     if banned and not set(range(min(model.num_sampled_tokens, len(banned) + 1))) - set(banned):
         raise invalid(_path("min_tokens"), min_tokens, "EOS and stop_token_ids leave no token to sample below it")
+    bad_words = bad_word_ids(asked["bad_words"], model)
+    _check_tokens_left(asked["allowed_token_ids"], bad_words, banned, model)
     top_k = max(_or(asked["top_k"], 0), 0)
     return Sampling(
         temperature=max(temperature, limits.MIN_TEMPERATURE) if temperature else 0.0,
@@ -61,6 +64,9 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
         repetition_penalty=_or(asked["repetition_penalty"], 1.0),
         presence_penalty=_or(asked["presence_penalty"], 0.0),
         frequency_penalty=_or(asked["frequency_penalty"], 0.0),
+        logit_bias=asked["logit_bias"] or (),
+        allowed_token_ids=asked["allowed_token_ids"] or (),
+        bad_words=bad_words,
         n=n,
         best_of=best_of,
     )
@@ -82,6 +88,15 @@ def validate_request(request: GenerateRequest, model: ModelLimits) -> None:
         fields.text(limits.MAX_CACHE_SALT_CHARACTERS)("cache_salt", request.cache_salt)
     if request.bypass_prefix_cache is not None:
         fields.boolean("bypass_prefix_cache", request.bypass_prefix_cache)
+
+
+def bad_word_ids(words: tuple[str, ...] | None, model: ModelLimits) -> tuple[tuple[int, ...], ...]:
+    """Token sequences of bad_words."""
+    if not words:
+        return ()
+    if model.encode_word is None:
+        raise invalid(_path("bad_words"), words, "this model has no tokenizer to spell them with")
+    return token_sequences(words, model.encode_word)
 
 
 def truncate_prompt(params: SamplingParams, prompt_token_ids: list[int]) -> list[int]:
@@ -183,6 +198,21 @@ def _check_min_tokens(min_tokens: int, max_tokens: int | None, room: int, num_pr
         pool = "" if model.max_pool_tokens is None else f" and a KV pool of {model.max_pool_tokens}"
         raise invalid(_path("min_tokens"), min_tokens, f"only {room} tokens can follow a prompt of {num_prompt_tokens} "
                       f"in a context of {model.context_length}{pool}")
+
+
+def _check_tokens_left(
+    allowed: tuple[int, ...] | None, bad_words: tuple[tuple[int, ...], ...], banned: tuple[int, ...], model: ModelLimits
+):
+    """Refuses masks that may leave nothing to sample, wherever in the output it would happen."""
+    if not (allowed or bad_words):
+        return
+    ends = {word[-1] for word in bad_words}
+    candidates = (token_id for token_id in allowed or range(model.num_sampled_tokens))
+    if any(one < model.num_sampled_tokens and one not in ends and one not in banned for one in candidates):
+        return
+    name, value = ("allowed_token_ids", list(allowed)) if allowed else ("bad_words", f"{len(bad_words)} sequences")
+    raise invalid(_path(name), value, "together with bad_words, min_tokens and the tokenizer's vocabulary it leaves no "
+                  "token to sample")
 
 
 def _check_prompt(request: GenerateRequest, model: ModelLimits) -> None:

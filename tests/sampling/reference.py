@@ -32,17 +32,25 @@ class Row:
     output: tuple[int, ...] = ()
     bias: tuple[tuple[int, float], ...] = ()
     allowed: tuple[int, ...] = ()
+    word_ends: tuple[int, ...] = ()
+    grammar: tuple[int, ...] = ()
+
+    @property
+    def is_shaped(self) -> bool:
+        penalties = self.repetition, self.presence, self.frequency
+        return penalties != (1, 0, 0) or bool(self.bias or self.allowed or self.word_ends or self.grammar)
 
 
 def process(logits: np.ndarray, row: Row, num_real_tokens: int) -> np.ndarray:
     """float32[V] logits after masks, bias and penalties."""
     x = logits.astype(np.float32).copy()
     x[num_real_tokens:] = -np.inf
-    if row.allowed:
+    for only in filter(None, (row.allowed, row.grammar)):
         forbidden = np.ones(len(x), bool)
-        forbidden[list(row.allowed)] = False
+        forbidden[list(only)] = False
         x[forbidden] = -np.inf
     x[list(row.banned)] = -np.inf
+    x[list(row.word_ends)] = -np.inf
     for token_id, bias in row.bias:
         x[token_id] += np.float32(bias)
     for token_id in set(row.prompt) | set(row.output):

@@ -13,7 +13,7 @@ from scipy import stats
 
 from tests.sampling import reference
 from tests.sampling.reference import Row
-from tests.support.sampler_rows import FULL, SAMPLE, run
+from tests.support.sampler_rows import SAMPLE, run
 
 V = 1000
 NUM_DRAWS = 64 * 64
@@ -36,8 +36,9 @@ def draws(logits: np.ndarray, row: Row, variant) -> np.ndarray:
     (Row(top_p=0.95, temperature=2.0), SAMPLE),
     (Row(min_p=0.05), SAMPLE),
     (Row(temperature=1.3, min_p=0.02, top_k=50, top_p=0.9), SAMPLE),
-    (Row(repetition=1.5, presence=0.4, frequency=0.3, prompt=(1, 2, 3), output=(4, 4, 500)), FULL),
-    (Row(bias=((999, 6.0), (0, -2.0)), allowed=tuple(range(0, V, 3))), FULL),
+    (Row(repetition=1.5, presence=0.4, frequency=0.3, prompt=(1, 2, 3), output=(4, 4, 500)), SAMPLE),
+    (Row(bias=((999, 6.0), (0, -2.0)), allowed=tuple(range(0, V, 3))), SAMPLE),
+    (Row(temperature=0.7, word_ends=(1, 2, 3, 999), grammar=tuple(range(500)), top_p=0.95), SAMPLE),
 ], ids=str)
 def test_drawn_tokens_follow_the_distribution(row, variant):
     rng = np.random.default_rng(4)

@@ -10,7 +10,7 @@ from jserve.sampling.prompt_scores import score_positions
 from jserve.sampling.scores import LOGPROB_FLOOR, largest
 from tests.sampling import reference
 from tests.sampling.reference import Row
-from tests.support.sampler_rows import FULL, SAMPLE, SAMPLE_LOGPROBS, run
+from tests.support.sampler_rows import SAMPLE, SAMPLE_LOGPROBS, run
 
 V = 1000
 
@@ -52,7 +52,7 @@ def test_logprobs_do_not_depend_on_temperature_filters_bans_or_bias():
         out = run(logits, [row] * 16, SAMPLE_LOGPROBS)
         np.testing.assert_array_equal(out.token_ids, best)
         jax.tree.map(np.testing.assert_array_equal, out.scores, plain.scores)
-    out = run(logits, [Row(temperature=0.0, bias=((unrelated, 5.0),), repetition=1.0)] * 16, FULL)
+    out = run(logits, [Row(temperature=0.0, bias=((unrelated, 5.0),), repetition=1.0)] * 16, SAMPLE)
     np.testing.assert_array_equal(out.logprob, plain.logprob)
 
 

@@ -7,7 +7,8 @@ import re
 import jax
 import pytest
 
-from jserve.sampling.sampler import VARIANTS, SamplerKind, sample
+from jserve.sampling.sampler import VARIANTS, sample
+from jserve.sampling.shaping import shape
 from tests.sampling.reference import Row
 from tests.support.sampler_rows import SAMPLE, sampler_inputs, shaping_inputs
 
@@ -16,10 +17,9 @@ V = 32768
 
 @pytest.mark.parametrize("platform, variant", [("tpu", variant) for variant in VARIANTS] + [("cuda", VARIANTS[-1])])
 def test_every_variant_lowers_without_a_sort_over_the_vocabulary(platform, variant):
-    shaping = shaping_inputs([], 8, V) if variant.kind is SamplerKind.FULL else None
-    program = jax.jit(lambda logits, inputs, shaping: sample(logits, inputs, variant, 32000, shaping))
+    program = jax.jit(lambda logits, inputs, shaping: sample(logits, inputs, variant, 32000, shape(logits, shaping)))
     logits = jax.ShapeDtypeStruct((8, V), "float32")
-    lowered = program.trace(logits, sampler_inputs([Row()], 8), shaping).lower(lowering_platforms=(platform,))
+    lowered = program.trace(logits, sampler_inputs([Row()], 8), shaping_inputs([], 8, V)).lower(lowering_platforms=(platform,))
     text = lowered.as_text()
     sorts = re.findall(r'stablehlo\.sort".*?\}\) : \(tensor<([0-9x]+)x[a-z]', text, re.DOTALL)
     searches = re.findall(r"chlo\.top_k.*? : tensor<([0-9x]+)x[a-z]", text)

@@ -16,7 +16,7 @@ from jserve.sampling.threshold import Filters, keep_threshold
 from jserve.sampling.validate import resolve
 from tests.sampling import reference
 from tests.sampling.reference import Row
-from tests.support.sampler_rows import FULL, GREEDY, SAMPLE, SAMPLE_LOGPROBS, run, seed_words
+from tests.support.sampler_rows import GREEDY, SAMPLE, SAMPLE_LOGPROBS, run, seed_words
 
 V = 1000  # not a multiple of any chunk
 
@@ -56,7 +56,7 @@ def random_full_row(rng: np.random.Generator) -> Row:
     ids = lambda most: tuple(map(int, rng.integers(0, V, rng.integers(most))))
     return dataclasses.replace(
         random_row(rng),
-        banned=(),
+        banned=tuple(one for one in ids(20) if one != 7) if rng.random() < 0.3 else (),
         repetition=float(rng.choice([1.0, 1.2, 0.8, 2.0])),
         presence=float(rng.choice([0.0, 0.5, -1.0])),
         frequency=float(rng.choice([0.0, 0.3, -0.4])),
@@ -64,6 +64,8 @@ def random_full_row(rng: np.random.Generator) -> Row:
         output=ids(50) * int(rng.integers(1, 3)),
         bias=tuple((token_id, float(rng.normal() * 5)) for token_id in set(ids(20))),
         allowed=ids(30) + (7,) if rng.random() < 0.3 else (),
+        word_ends=tuple(one for one in ids(20) if one != 7) if rng.random() < 0.3 else (),
+        grammar=ids(300) + (7,) if rng.random() < 0.3 else (),
     )
 
 
@@ -93,7 +95,7 @@ def test_penalties_bias_and_allowed_ids_equal_the_reference():
         rows = [random_full_row(rng) for _ in range(16)]
         logits = random_logits(rng, 16)
         logits[np.isneginf(logits)] = -50
-        token_ids = run(logits, rows, FULL).token_ids
+        token_ids = run(logits, rows, shaped=True).token_ids
         for row, x, token_id in zip(rows, logits, token_ids):
             wanted, is_doubtful = reference.sample(x, row, V)
             num_doubtful += is_doubtful
@@ -166,8 +168,9 @@ def test_greedy_rows_get_the_same_token_under_every_variant():
     logits = random_logits(rng, 16)
     rows = [Row(temperature=0.0, banned=(1, 2)) if i % 2 else Row(temperature=0.0) for i in range(16)]
     greedy = run(logits, rows, GREEDY).token_ids
-    for variant in (SAMPLE, FULL):
-        np.testing.assert_array_equal(run(logits, rows, variant).token_ids, greedy)
+    for shaped in (False, True):
+        np.testing.assert_array_equal(run(logits, rows, SAMPLE, shaped=shaped).token_ids, greedy)
+        np.testing.assert_array_equal(run(logits, rows, GREEDY, shaped=shaped).token_ids, greedy)
 
 
 def test_greedy_takes_the_lowest_id_on_ties():

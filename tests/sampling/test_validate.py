@@ -15,7 +15,9 @@ from jserve.sampling.fields import FIELDS, SUPPORTED
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.validate import generation_defaults, resolve, truncate_prompt, validate_request
 
-SMOL = ModelLimits(context_length=8192, vocab_size=49152, eos_token_ids=(2,))
+SMOL = ModelLimits(
+    context_length=8192, vocab_size=49152, eos_token_ids=(2,), encode_word=lambda word: [1000 + ord(one) for one in word]
+)
 NAN, INF = float("nan"), float("inf")
 FLOAT_FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if "float" in field.type]
 INT_FIELDS = [field.name for field in dataclasses.fields(SamplingParams) if field.type == "int | None"]
@@ -217,12 +219,26 @@ def test_a_bad_generation_config_is_named():
         generation_defaults({"top_p": 2})
 
 
-def test_a_model_default_that_is_not_served_is_refused_as_such():
-    if SUPPORTED["repetition_penalty"]:
-        pytest.skip("served")
+def test_a_model_may_set_the_repetition_penalty():
     model = dataclasses.replace(SMOL, generation_defaults=generation_defaults({"repetition_penalty": 1.05}))
-    assert "generation_config" in refusal(model=model).message
+    assert resolved(model=model).repetition_penalty == 1.05
     assert resolved(model=model, repetition_penalty=1.0).repetition_penalty == 1.0
+
+
+@pytest.mark.parametrize("params, field", [
+    (dict(allowed_token_ids=[2], min_tokens=1), "allowed_token_ids"),
+    (dict(allowed_token_ids=[7, 8], min_tokens=1, stop_token_ids=[7, 8]), "allowed_token_ids"),
+    (dict(allowed_token_ids=[1097], bad_words=["bba"]), "allowed_token_ids"),
+])
+def test_masks_that_leave_no_token_are_refused(params, field):
+    assert refusal(**params).field == f"sampling_params.{field}"
+
+
+def test_bad_words_are_spelled_at_the_start_and_after_a_blank():
+    vocabulary = {"word": [5, 6], " word": [7], "blank": [8], " blank": [9, 8]}
+    model = dataclasses.replace(SMOL, encode_word=lambda word: vocabulary.get(word, []))
+    assert resolved(model=model, bad_words=["word", " blank", "word"]).bad_words == ((5, 6), (7,), (8,))
+    assert refusal(model=model, bad_words=["word", "unheard"]).field == "sampling_params.bad_words[1]"
 
 
 def test_truncation_keeps_the_last_tokens():

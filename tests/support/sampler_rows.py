@@ -9,32 +9,38 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.sampling.sampler import SamplerInputs, SamplerKind, SamplerOutput, SamplerVariant, sample
-from jserve.sampling.shaping import ShapingInputs
+from jserve.sampling.shaping import ShapingInputs, num_words, shape
 from tests.sampling.reference import Row
 
 GREEDY = SamplerVariant(SamplerKind.GREEDY, logprobs=False)
 SAMPLE = SamplerVariant(SamplerKind.SAMPLE, logprobs=False)
 SAMPLE_LOGPROBS = SamplerVariant(SamplerKind.SAMPLE, logprobs=True)
-FULL = SamplerVariant(SamplerKind.FULL, logprobs=False)
 NUM_BANNED = 64
 
 
-def run(logits, rows: list[Row], variant=SAMPLE, num_rows: int | None = None, num_real_tokens=None) -> SamplerOutput:
+def run(
+    logits, rows: list[Row], variant=SAMPLE, num_rows: int | None = None, num_real_tokens=None, shaped: bool = False
+) -> SamplerOutput:
     """Samples len(rows) rows in a bucket of num_rows (16 or 64 unless given); numpy, without the padding rows.
 
-    Padding rows get NaN logits, so that anything they touch would show.
+    Penalties and masks come first where a row asks for any, or with `shaped`.  Padding rows get NaN logits, so that anything they touch would show.
     """
     num_rows = num_rows or (16 if len(rows) <= 16 else 64)
     padded = np.full((num_rows, np.shape(logits)[1]), np.nan, np.float32)
     padded[: len(rows)] = logits
-    shaping = shaping_inputs(rows, num_rows, padded.shape[1]) if variant.kind is SamplerKind.FULL else None
-    out = _jitted(variant, num_real_tokens)(padded, sampler_inputs(rows, num_rows), shaping)
+    after = padded
+    if shaped or any(row.is_shaped for row in rows):
+        after = _shape(padded, shaping_inputs(rows, num_rows, padded.shape[1]))
+    out = _jitted(variant, num_real_tokens)(padded, sampler_inputs(rows, num_rows), after)
     return jax.tree.map(lambda array: np.asarray(array)[: len(rows)], out)
 
 
 @functools.cache
 def _jitted(variant, num_real_tokens):
-    return jax.jit(lambda logits, inputs, shaping: sample(logits, inputs, variant, num_real_tokens, shaping))
+    return jax.jit(lambda logits, inputs, shaped: sample(logits, inputs, variant, num_real_tokens, shaped))
+
+
+_shape = jax.jit(shape)
 
 
 def sampler_inputs(rows: list[Row], num_rows: int) -> SamplerInputs:
@@ -72,6 +78,8 @@ def shaping_inputs(rows: list[Row], num_rows: int, vocab_size: int) -> ShapingIn
         prompt_seen=np.zeros((num_rows, vocab_size), bool),
         output_counts=np.zeros((num_rows, vocab_size), np.int32),
         bias=np.zeros((num_rows, vocab_size), np.float32),
+        word_ends=np.full((num_rows, 256), vocab_size, np.int32),
+        allowed_bits=np.full((num_rows, num_words(vocab_size)), 2**32 - 1, np.uint32),
     )
     for index, row in enumerate(rows):
         inputs.repetition[index] = row.repetition
@@ -84,4 +92,9 @@ def shaping_inputs(rows: list[Row], num_rows: int, vocab_size: int) -> ShapingIn
             inputs.bias[index, list(row.allowed)] = 0
         for token_id, bias in row.bias:
             inputs.bias[index, token_id] += bias
+        inputs.word_ends[index, : len(row.word_ends)] = row.word_ends
+        if row.grammar:
+            allowed = np.zeros(32 * num_words(vocab_size), np.uint8)
+            allowed[list(row.grammar)] = 1
+            inputs.allowed_bits[index] = np.packbits(allowed, bitorder="little").view("<u4")
     return jax.tree.map(jnp.asarray, inputs)
