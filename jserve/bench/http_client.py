@@ -36,16 +36,16 @@ class _Connection:
 class HttpClient:
     """Belongs to the event loop in which it is used.  Errors are RequestError, UNAVAILABLE where nothing answers."""
 
-    def __init__(self, base_url: str, api_key: str | None = None):
-        """`base_url` such as http://127.0.0.1:8000."""
+    def __init__(self, base_url: str, token: str | None = None, ca_file: str | None = None):
+        """`base_url` such as http://127.0.0.1:8000; `ca_file` (PEM) signed an https server's certificate."""
         parts = urlsplit(base_url if "//" in base_url else f"http://{base_url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise RequestError(Code.INVALID_ARGUMENT, f"{base_url!r}: expected http://HOST:PORT or https://HOST:PORT")
         self._host = parts.hostname
-        self._ssl = ssl.create_default_context() if parts.scheme == "https" else None
+        self._ssl = ssl.create_default_context(cafile=ca_file) if parts.scheme == "https" else None
         self._port = parts.port or (443 if self._ssl else 80)
         self._path = parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = f"Host: {parts.netloc}\r\n" + (f"Authorization: Bearer {api_key}\r\n" if api_key else "")
+        self._headers = f"Host: {parts.netloc}\r\n" + (f"Authorization: Bearer {token}\r\n" if token else "")
         self._idle: list[_Connection] = []
 
     async def close(self) -> None:

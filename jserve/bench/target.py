@@ -29,7 +29,18 @@ class Target:
     """host:port of jserve's gRPC, or the URL of an OpenAI-compatible server."""
     model: str | None = None
     """For openai; unless given the first that the server lists."""
-    api_key: str | None = None
+    token: str | None = None
+    """Bearer token of whoever asks."""
+    tls: object | None = None
+    """A `server.client_common.ClientTls`; None: as the address says (http or https), gRPC in the clear."""
+
+    def grpc_client(self):
+        from jserve.server.async_client import AsyncClient
+
+        return AsyncClient(self.address, token=self.token, tls=self.tls)
+
+    def http_client(self) -> HttpClient:
+        return HttpClient(self.address, self.token, None if self.tls is None else self.tls.ca)
 
 
 @dataclass(frozen=True)
@@ -45,12 +56,10 @@ class ServerFacts:
 async def stream_of(target: Target) -> AsyncIterator[Stream]:
     """A connection of its own to the server."""
     if target.backend == "jserve":
-        from jserve.server.async_client import AsyncClient
-
-        async with AsyncClient(target.address) as client:
+        async with target.grpc_client() as client:
             yield engine_stream(client)
         return
-    client = HttpClient(target.address, target.api_key)
+    client = target.http_client()
     try:
         yield openai_stream(client, target.model or "")
     finally:
@@ -66,9 +75,7 @@ async def counters(target: Target) -> dict[str, int] | None:
     """Running totals of the server's steps; None where it does not tell, or no more."""
     if target.backend != "jserve":
         return None
-    from jserve.server.async_client import AsyncClient
-
-    async with AsyncClient(target.address) as client:
+    async with target.grpc_client() as client:
         try:
             loads = await client.loads()
         except RequestError:
@@ -77,9 +84,7 @@ async def counters(target: Target) -> dict[str, int] | None:
 
 
 async def _ask_jserve(target: Target) -> ServerFacts:
-    from jserve.server.async_client import AsyncClient
-
-    async with AsyncClient(target.address) as client:
+    async with target.grpc_client() as client:
         info, server = await client.model_info(), await client.server_info()
         special = {*info.eos_token_ids, *([info.bos_token_id] if info.HasField("bos_token_id") else ())}
         special |= await _special_ids(client, 0, info.vocab_size)
@@ -110,7 +115,7 @@ async def _special_ids(client, first: int, last: int) -> set[int]:
 
 
 async def _ask_openai(target: Target) -> ServerFacts:
-    client = HttpClient(target.address, target.api_key)
+    client = target.http_client()
     try:
         answer = await client.get("/v1/models")
         version = await _version(client)

@@ -16,6 +16,7 @@ from jserve.bench.driver import STALL_TIMEOUT_S
 from jserve.bench.target import BACKENDS, ServerFacts, Target, ask
 from jserve.cli.bench_flags import MergeTargets, add_dataset_flags, add_figure_flags, target
 from jserve.cli.bench_load import deliver, load_from, save
+from jserve.cli.client_flags import add_client_flags, client_access
 from jserve.cli.command import Command
 from jserve.cli.number_flags import number, number_list, whole
 from jserve.cli.progress import StartReport
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " [http://127.0.0.1:8000]",
     )
     server.add_argument("-m", "--model", metavar="NAME", help="for openai [the first that the server lists]")
-    server.add_argument("--api-key", metavar="KEY", help="for openai")
+    add_client_flags(parser)
     load = add_dataset_flags(parser, NUM_PROMPTS)
     load.add_argument(
         "--token-ids", type=_id_range, metavar="FIRST:LAST",
@@ -162,7 +163,7 @@ def _is_refused(figures: Mapping[str, object], arguments: argparse.Namespace) ->
 
 def _target(arguments: argparse.Namespace) -> Target:
     default = "127.0.0.1:50051" if arguments.backend == "jserve" else "http://127.0.0.1:8000"
-    return Target(arguments.backend, arguments.address or default, arguments.model, arguments.api_key)
+    return Target(arguments.backend, arguments.address or default, arguments.model, **client_access(arguments))
 
 
 def _pace(arguments: argparse.Namespace) -> serve.Pace:

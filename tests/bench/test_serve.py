@@ -15,6 +15,7 @@ from jserve.bench.target import Target, ask, stream_of
 from jserve.bench.trace import TraceRow
 from jserve.config import ConfigError
 from jserve.request import Code, RequestError
+from tests.support.auth import RED, auth_file
 from tests.support.fake_engine import FakeEngine
 from tests.support.grpc_server import server_process, serving
 from tests.support.scripted import ScriptedEngine, openai_server
@@ -213,3 +214,18 @@ async def test_the_same_load_over_grpc_and_over_our_own_http_gives_the_same_toke
     assert [record.error for record in (*ours, *http)] == [None] * 24
     assert [record.token_ids for record in ours] == [record.token_ids for record in http]
     assert {record.output_tokens for record in http} == {7} and {record.prompt_tokens for record in http} == {9}
+
+
+async def test_a_server_that_wants_a_token_gets_it_over_grpc_and_http(tmp_path):
+    with stand_in_engine() as engine:
+        async with serving(engine, http_port=0, auth_file=auth_file(tmp_path)) as (server, _):
+            ours = Target("jserve", server.address, token=RED)
+            figures, _ = await run(ours, RandomLoad(3, 4, 2), Pace(max_concurrency=2))
+            http = Target("openai", server.http_url, "stand-in", token=RED)
+            async with stream_of(http) as stream:
+                records = (await drive(stream, RandomLoad(3, 4, 2, seed=1).conversations(range(5, 99)))).records
+            with pytest.raises(RequestError) as refusal:
+                await ask(Target("jserve", server.address))
+    assert figures["completed"] == 3 and figures["num_steps"] > 0
+    assert [record.error for record in records] == [None] * 3
+    assert refusal.value.code is Code.UNAUTHENTICATED

@@ -66,7 +66,7 @@ def stand_in_engine(
         config=Config().replace("compile", cache_dir=str(cache_dir)),
         limits=ModelLimits(context_length=1024, vocab_size=VOCAB_SIZE, max_pool_tokens=(num_blocks - 1) * block_size),
         tokenizer=tokenizer, scheduler=scheduler, loop=loop, outputs=outputs, counts=counts, histograms=histograms,
-        max_waiting=max_waiting, compiles_after_ready=lambda: 0,
+        max_waiting=max_waiting, compiles_after_ready=lambda: 0, bytes_per_block=1,
     )
     engine.start()
     try:
