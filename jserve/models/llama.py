@@ -1,8 +1,7 @@
 """The Llama family: Llama 2 and 3, TinyLlama, SmolLM2, Mistral without a window.
 
-Matrices are [in, out] (on CPU 6-10% faster at 2 to 32 rows than [out, in]), fused: four matmuls and few leaves a layer.
-Fused outputs are ordered by what a tensor-parallel split keeps together, so that a split of the last axis is a model of
-fewer heads: qkv is kv-group-major (a group's query heads, its key, its value), gate_up is shard-major (a shard's gate
+Matrices are [out, in] as in checkpoints (see layers.linear), fused: four matmuls and few leaves a layer.  Fused outputs
+are ordered by what a tensor-parallel split keeps together, so that a split of the output axis is a model of fewer heads: qkv is kv-group-major (a group's query heads, its key, its value), gate_up is shard-major (a shard's gate
 columns, then its up columns; one shard unless asked).
 """
 
@@ -28,14 +27,14 @@ class LlamaLayers:
     """All layers, stacked on axis 0.  Q = K * (G + 2) * H: G query heads, a key and a value for each of K kv heads."""
 
     attention_norm: jax.Array  # [L, D]
-    qkv: jax.Array  # [L, D, Q]
+    qkv: jax.Array  # [L, Q, D]
     qkv_bias: jax.Array | None  # [L, Q]
-    attention_out: jax.Array  # [L, N * H, D]
+    attention_out: jax.Array  # [L, D, N * H]
     attention_out_bias: jax.Array | None  # [L, D]
     mlp_norm: jax.Array  # [L, D]
-    gate_up: jax.Array  # [L, D, 2 * F]
+    gate_up: jax.Array  # [L, 2 * F, D]
     gate_up_bias: jax.Array | None  # [L, 2 * F]
-    down: jax.Array  # [L, F, D]
+    down: jax.Array  # [L, D, F]
     down_bias: jax.Array | None  # [L, D]
 
 
@@ -156,9 +155,7 @@ def param_specs(config: ModelConfig, dtype: np.dtype | str, num_shards: int = 1)
         shape: tuple[int, ...], axes: tuple[str, ...], pieces: tuple[Piece, ...], init: Initialiser = normal
     ) -> ParamSpec:
         names = tuple(Piece(f"model.layers.{{layer}}.{p.name}", p.units, p.start, p.stop) for p in pieces)
-        return ParamSpec(
-            (L, *shape), dtype, ("layers", *axes), init, names, stacked=True, transposed=len(shape) == 2
-        )
+        return ParamSpec((L, *shape), dtype, ("layers", *axes), init, names, stacked=True)
 
     def qkv(kind: str) -> tuple[Piece, ...]:
         bounds = (0, G * H, (G + 1) * H, (G + 2) * H)
@@ -180,14 +177,14 @@ def param_specs(config: ModelConfig, dtype: np.dtype | str, num_shards: int = 1)
         embedding=ParamSpec((V, D), dtype, table_axes, normal, (Piece("model.embed_tokens.weight"),)),
         layers=LlamaLayers(
             attention_norm=stacked((D,), ("embed",), (Piece("input_layernorm.weight"),), ones),
-            qkv=stacked((D, K * (G + 2) * H), ("embed", "kv_heads"), qkv("weight")),
+            qkv=stacked((K * (G + 2) * H, D), ("kv_heads", "embed"), qkv("weight")),
             qkv_bias=bias(config.qkv_bias, K * (G + 2) * H, "kv_heads", qkv("bias")),
-            attention_out=stacked((N * H, D), ("heads", "embed"), (Piece("self_attn.o_proj.weight"),)),
+            attention_out=stacked((D, N * H), ("embed", "heads"), (Piece("self_attn.o_proj.weight"),)),
             attention_out_bias=bias(config.attention_out_bias, D, "embed", (Piece("self_attn.o_proj.bias"),)),
             mlp_norm=stacked((D,), ("embed",), (Piece("post_attention_layernorm.weight"),), ones),
-            gate_up=stacked((D, 2 * F), ("embed", "ffn"), gate_up("weight")),
+            gate_up=stacked((2 * F, D), ("ffn", "embed"), gate_up("weight")),
             gate_up_bias=bias(config.mlp_bias, 2 * F, "ffn", gate_up("bias")),
-            down=stacked((F, D), ("ffn", "embed"), (Piece("mlp.down_proj.weight"),)),
+            down=stacked((D, F), ("embed", "ffn"), (Piece("mlp.down_proj.weight"),)),
             down_bias=bias(config.mlp_bias, D, "embed", (Piece("mlp.down_proj.bias"),)),
         ),
         final_norm=ParamSpec((D,), dtype, ("embed",), ones, (Piece("model.norm.weight"),)),

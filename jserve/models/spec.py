@@ -44,8 +44,6 @@ class ParamSpec:
     """The checkpoint tensors that fill it; together they cover every element once."""
     stacked: bool = False
     """Axis 0 counts layers, and each layer has its own checkpoint tensors."""
-    transposed: bool = False
-    """The checkpoint has [out, in], the parameter [in, out]."""
 
     def __post_init__(self):
         assert len(self.shape) == len(self.logical_axes), self
@@ -61,7 +59,7 @@ class ParamSpec:
     @property
     def num_rows(self) -> int:
         """Length of the output axis, along which checkpoint tensors have their rows."""
-        return self.layer_shape[-1] if self.transposed else self.layer_shape[0]
+        return self.layer_shape[0]
 
     @property
     def num_bytes(self) -> int:
@@ -73,14 +71,11 @@ class ParamSpec:
 
     def checkpoint_shape(self, piece: Piece) -> tuple[int, ...]:
         """The shape that the piece's tensor must have in the checkpoint (of one layer where stacked)."""
-        others = self.layer_shape[:-1] if self.transposed else self.layer_shape[1:]
-        return (piece.units * self.rows(piece), *others)
+        return (piece.units * self.rows(piece), *self.layer_shape[1:])
 
     def view(self, array: np.ndarray, piece: Piece, layer: int) -> np.ndarray:
         """Where `piece` goes, as a writable view [units, rows, ...] of the host array `array`."""
         target = array[layer] if self.stacked else array
-        if self.transposed:
-            target = np.swapaxes(target, 0, 1)
         target = target.reshape(piece.units, self.num_rows // piece.units, *target.shape[1:])
         assert np.shares_memory(target, array)
         return target[:, piece.start : piece.stop]

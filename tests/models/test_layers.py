@@ -54,7 +54,7 @@ def test_norm_statistics_are_float32_in_a_bfloat16_model():
 
 
 def test_linear_accumulates_in_float32_and_returns_the_input_dtype():
-    x, weight = jnp.full((1, 4096), 1 / 64, jnp.bfloat16), jnp.full((4096, 2), 1 / 64, jnp.bfloat16)
+    x, weight = jnp.full((1, 4096), 1 / 64, jnp.bfloat16), jnp.full((2, 4096), 1 / 64, jnp.bfloat16)
     y = linear(x, weight, jnp.array([0.0, 2.0], jnp.bfloat16))
     assert y.dtype == jnp.bfloat16 and y.tolist() == [[1.0, 3.0]]
 

@@ -58,11 +58,11 @@ def test_weights_go_where_the_model_takes_them(tmp_path):
     assert np.array_equal(params.embedding, values["model.embed_tokens.weight"])
     assert np.array_equal(params.head, values[HEAD])
     layer = "model.layers.1.self_attn."
-    qkv = np.asarray(params.layers.qkv[1]).reshape(32, 2, 4, 8)  # [D, K, G + 2, H]
-    assert np.array_equal(qkv[:, 1, 0], values[layer + "q_proj.weight"][16:24].T)
-    assert np.array_equal(qkv[:, 1, 2], values[layer + "k_proj.weight"][8:16].T)
-    assert np.array_equal(qkv[:, 0, 3], values[layer + "v_proj.weight"][:8].T)
-    assert np.array_equal(params.layers.gate_up[0][:, 48:], values["model.layers.0.mlp.up_proj.weight"].T)
+    qkv = np.asarray(params.layers.qkv[1]).reshape(2, 4, 8, 32)  # [K, G + 2, H, D]
+    assert np.array_equal(qkv[1, 0], values[layer + "q_proj.weight"][16:24])
+    assert np.array_equal(qkv[1, 2], values[layer + "k_proj.weight"][8:16])
+    assert np.array_equal(qkv[0, 3], values[layer + "v_proj.weight"][:8])
+    assert np.array_equal(params.layers.gate_up[0][48:], values["model.layers.0.mlp.up_proj.weight"])
 
 
 def test_tied_without_head_loads(tmp_path):
