@@ -51,6 +51,7 @@ def make_app(state: ServerState) -> Starlette:
             route("/v1/completions", _completions, "POST"),
             route("/v1/chat/completions", _chat_completions, "POST"),
             route("/v1/embeddings", _embeddings, "POST"),
+            route("/tokenizer_info", _tokenizer_info, "GET"),
             route("/tokenize", _tokenize, "POST"),
             route("/detokenize", _detokenize, "POST"),
         ],
@@ -148,6 +149,10 @@ async def _embeddings(state: ServerState, request: Request, caller: Caller) -> R
     state.engine_for_requests()
     await _fields(state, request)
     raise RequestError(Code.UNIMPLEMENTED, "/v1/embeddings: embeddings are not built yet")
+
+
+async def _tokenizer_info(state: ServerState, _: Request, caller: Caller) -> Response:
+    return JSONResponse(tokens.tokenizer_info(state.engine_when_ready().info))
 
 
 async def _tokenize(state: ServerState, request: Request, caller: Caller) -> Response:

@@ -1,7 +1,11 @@
-"""/tokenize and /detokenize: the same answers as the RPCs of those names, with vLLM's keys."""
+"""/tokenize and /detokenize: the same answers as the RPCs of those names, with vLLM's keys; /tokenizer_info.
+
+An evaluation harness that finds the three asks the server for token ids and needs no tokenizer of its own.
+"""
 
 from __future__ import annotations
 
+from jserve.engine.info import ModelInfo
 from jserve.http import fields as common
 from jserve.http.body import Fields
 from jserve.http.chat import take_messages
@@ -9,6 +13,18 @@ from jserve.proto_gen import inference_pb2 as pb
 from jserve.server import convert
 from jserve.server.inference_service import InferenceService
 from jserve.server.state import ServerState
+
+
+def tokenizer_info(info: ModelInfo) -> dict:
+    tokenizer = info.tokenizer
+    bos, eos = info.bos_token_id, next(iter(info.eos_token_ids), None)
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        "model_max_length": info.context_length,
+        "bos_token": None if bos is None else tokenizer.token_text(bos),
+        "eos_token": None if eos is None else tokenizer.token_text(eos),
+        "chat_template": getattr(tokenizer.chat_template, "source", None),
+    }
 
 
 async def tokenize(state: ServerState, fields: Fields) -> dict:

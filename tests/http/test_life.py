@@ -52,6 +52,8 @@ async def test_tokenize_and_back():
         chat = await post(server, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
         assert bytes(chat.json["tokens"]).decode() == "<user>x<assistant>"
         assert (await post(server, "/detokenize", {"tokens": [97, 98]})).json == {"prompt": "ab"}
+        facts = (await ask(server, "GET", "/tokenizer_info")).json
+        assert (facts["bos_token"], facts["eos_token"], facts["model_max_length"]) == ("<s>", "\x02", 4096)
         for path, body, param in (("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "x", "y": 1}, "y"),
                                   ("/detokenize", {"tokens": [999]}, "token_ids[0]")):
             refused = await post(server, path, body)
