@@ -1,5 +1,6 @@
 """HTTP over a real, tiny engine: the same answers as gRPC, cached tokens, tools, and what evaluation harnesses ask."""
 
+import asyncio
 import math
 
 import numpy as np
@@ -7,10 +8,11 @@ import openai
 import pytest
 
 from jserve.request import GenerateRequest, Message, SamplingParams
+from jserve.server.async_client import AsyncClient
 from jserve.weights.load import load_model
 from tests.support.auth import BLUE, RED, auth_file
 from tests.support.engines import running_engine
-from tests.support.grpc_server import serving
+from tests.support.grpc_server import serving, until
 from tests.support.http_server import openai_client, post
 from tests.support.tiny_models import full_logits, random_gguf
 
@@ -78,6 +80,28 @@ async def test_no_tenant_finds_what_another_has_cached(engine, tmp_path):
         assert [await cached_tokens(token) for token in (RED, BLUE, RED, BLUE)] == [0, 0, 32, 32]
 
 
+async def test_one_tenants_flood_leaves_another_within_twice_its_latency(engine, tmp_path):
+    """In steps of the engine, which a busy machine does not stretch; without limits the flood is felt."""
+    limits = "[tenant.red]\nmax_running = 2\n"
+
+    async def steps_of_blue(with_flood: bool, limits: str) -> int:
+        async with serving(engine, http_port=0, auth_file=auth_file(tmp_path, limits)) as (server, _):
+            async with AsyncClient(server.address, token=RED) as red, AsyncClient(server.address, token=BLUE) as blue:
+                request = GenerateRequest(prompt=TEXT, sampling_params=SamplingParams(max_tokens=20, ignore_eos=True))
+                flood = [asyncio.create_task(red.generate_unary(request)) for _ in range(24 if with_flood else 0)]
+                await until(lambda: len(server.state.calls) == len(flood))
+                await until(lambda: not flood or engine.loads().num_running >= 2)
+                before = engine.loads().num_steps
+                await blue.generate_unary(request)
+                after = engine.loads().num_steps
+                await asyncio.gather(*flood)
+        return after - before
+
+    alone = await steps_of_blue(False, "")
+    assert await steps_of_blue(True, limits) <= 2 * alone
+    assert await steps_of_blue(True, "") > 2 * alone
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 async def test_an_evaluation_harness_gets_the_log_likelihood(engine, model, max_tokens):
     """As lm-eval's local-completions asks for it, and as it reads the answer (`[context:-1]` where max_tokens is 1)."""
@@ -106,6 +130,20 @@ async def test_an_evaluation_harness_gets_the_log_likelihood(engine, model, max_
         assert logprobs["text_offset"][:end] == [len(tokenizer.decode(prompt[:at])) for at in range(end)]
         assert choice["finish_reason"] in ("length", "stop")
     assert answer.json["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+async def test_n_samples_differ_and_are_those_of_grpc(engine):
+    params = SamplingParams(temperature=1.0, seed=5, max_tokens=6, n=3, ignore_eos=True)
+    async with serving(engine, http_port=0) as (server, grpc), openai_client(server) as client:
+        ours = await grpc.generate_unary(GenerateRequest(prompt=TEXT, sampling_params=params))
+        stream = await client.completions.create(
+            model="tiny", prompt=TEXT, n=3, temperature=1.0, seed=5, max_tokens=6, stream=True,
+            extra_body={"ignore_eos": True})
+        texts = dict.fromkeys(range(3), "")
+        async for piece in stream:
+            texts[piece.choices[0].index] += piece.choices[0].text
+    assert texts == {output.index: output.text for output in ours.outputs}
+    assert len(set(texts.values())) == 3
 
 
 async def test_a_harness_generates_until_a_stop(engine):

@@ -205,5 +205,5 @@ def _logprobs(position: int, k: int) -> PositionLogprobs:
 
 
 def _prompt_logprobs(request: GenerateRequest, k: int) -> list[PositionLogprobs | None]:
-    num_tokens = len(request.prompt or request.prompt_token_ids)
+    num_tokens = len(request.prompt or request.prompt_token_ids or request.messages)
     return [None, *(_logprobs(position, k) for position in range(1, num_tokens))]

@@ -8,7 +8,9 @@ import http.client
 import json
 import ssl
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from urllib.parse import urlsplit
 
 import openai
@@ -32,6 +34,10 @@ def openai_client(server: Server, api_key: str = "any") -> openai.AsyncOpenAI:
         base_url=f"{server.http_url}/v1", api_key=api_key, max_retries=0, http_client=transport)
 
 
+_CLIENTS = ThreadPoolExecutor(20, "http-client")
+"""Not the loop's own threads: those the server needs to answer."""
+
+
 @dataclass(frozen=True)
 class Answer:
     status: int
@@ -52,7 +58,8 @@ async def ask(
     context: ssl.SSLContext | None = None,
 ) -> Answer:
     """One request on a connection of its own.  `body`: bytes as they are, anything else as JSON."""
-    return await asyncio.to_thread(_ask, server.http_url, method, path, body, headers or {}, context)
+    asking = partial(_ask, server.http_url, method, path, body, headers or {}, context)
+    return await asyncio.get_running_loop().run_in_executor(_CLIENTS, asking)
 
 
 async def post(server: Server, path: str, body: object, **more) -> Answer:
