@@ -1,7 +1,7 @@
-"""TPU generations to compile for without having one, through libtpu's topology interface.
+"""TPU generations and GPUs to compile for without having one, through the topology interfaces of libtpu and the CUDA plugin.
 
 What a compile proves: the kernel is accepted, fits, aliases what it should, and what code it became.  It runs nothing.
-Used by tests/compile and tools/count_bundles.py; needs libtpu (`pip install jax[tpu]`), no TPU.
+Used by tests/compile and tools; needs libtpu (`pip install jax[tpu]`) or jax's CUDA plugin, no device.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
+    "JAX_PLATFORMS": "cpu",  # the CUDA plugin too: started without a GPU it would unregister itself
     "TPU_SKIP_MDS_QUERY": "1",  # ask no cloud metadata server
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -44,6 +44,34 @@ TPU_TARGETS = {
     "v6e-8": TpuTarget("v6e:2x4", 8),
     "tpu7x-8": TpuTarget("tpu7x:2x2x1", 8),
 }
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """A GPU as XLA's target_config names it, from public specifications; the compiler was seen to read capability and shared memory."""
+
+    compute_capability: tuple[int, int]
+    num_cores: int
+    memory_bandwidth: float
+    """Bytes a second."""
+    l2_bytes: int
+    memory_bytes: int
+    shared_bytes_per_block: int
+    shared_bytes_per_core: int
+    has_accelerated_features: bool = True
+
+    @property
+    def ptx_target(self) -> str:
+        major, minor = self.compute_capability
+        return f"sm_{major}{minor}{'a' if self.has_accelerated_features else ''}"
+
+
+GPU_TARGETS = {
+    "a100": GpuTarget((8, 0), 108, 2039e9, 40 << 20, 80 << 30, 166912, 167936, False),
+    "l4": GpuTarget((8, 9), 58, 300e9, 48 << 20, 24 << 30, 101376, 102400, False),
+    "h100": GpuTarget((9, 0), 132, 3352e9, 50 << 20, 80 << 30, 232448, 233472),
+    "h200": GpuTarget((9, 0), 132, 4800e9, 50 << 20, 141 << 30, 232448, 233472),
+    "b200": GpuTarget((10, 0), 148, 8000e9, 126 << 20, 180 << 30, 232448, 233472),
+}
 SINGLE_DEVICE_TARGETS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 
 
@@ -57,11 +85,25 @@ def has_tpu_compiler() -> bool:
     return importlib.util.find_spec("libtpu") is not None
 
 
+def has_gpu_compiler() -> bool:
+    plugins = importlib.util.find_spec("jax_plugins")
+    return plugins is not None and any(importlib.util.find_spec(f"jax_plugins.xla_cuda{v}") for v in (12, 13))
+
+
 @functools.cache
-def devices(target: str) -> tuple:
-    """Descriptions of the target's devices."""
+def devices(target: str, num_gpus: int = 1) -> tuple:
+    """Descriptions of the target's devices; of a GPU as many as asked for, on one host."""
     from jax.experimental import topologies
 
+    if target in GPU_TARGETS:
+        _tell_mosaic_gpu(GPU_TARGETS[target].compute_capability)
+        topology = topologies.get_topology_desc(
+            platform="cuda",
+            topology_name=target,
+            target_config=_gpu_target_config(target),
+            topology=f"1 x 1 x {num_gpus}",
+        )
+        return tuple(topology.devices)
     wanted = TPU_TARGETS[target]
     options = {} if wanted.chips_per_host is None else {"chips_per_host_bounds": list(wanted.chips_per_host)}
     return tuple(topologies.get_topology_desc(platform="tpu", topology_name=wanted.topology, **options).devices)
@@ -71,7 +113,43 @@ def mesh(target: str, num_devices: int = 1, axis: str = "model"):
     import numpy as np
     from jax.sharding import Mesh
 
-    return Mesh(np.array(devices(target)[:num_devices]), (axis,))
+    all_devices = devices(target, num_devices) if target in GPU_TARGETS else devices(target)
+    return Mesh(np.array(all_devices[:num_devices]), (axis,))
+
+
+def _gpu_target_config(target: str) -> str:
+    gpu = GPU_TARGETS[target]
+    major, minor = gpu.compute_capability
+    features = "feature_extension: ACCELERATED_FEATURES" if gpu.has_accelerated_features else ""
+    return f"""
+        gpu_device_info {{
+            threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: {1536 if target == "l4" else 2048}
+            shared_memory_per_block: 49152 shared_memory_per_block_optin: {gpu.shared_bytes_per_block}
+            shared_memory_per_core: {gpu.shared_bytes_per_core}
+            core_count: {gpu.num_cores} fpus_per_core: {64 if target == "a100" else 128} clock_rate_ghz: 1.98
+            block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+            memory_bandwidth: {int(gpu.memory_bandwidth)} l2_cache_size: {gpu.l2_bytes} device_memory_size: {gpu.memory_bytes}
+            cuda_compute_capability {{ major: {major} minor: {minor} {features} }}
+            registers_per_core_limit: 65536 registers_per_block_limit: 65536
+        }}
+        platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 }} device_description_str: "NVIDIA {target.upper()}"
+    """
+
+
+def _tell_mosaic_gpu(compute_capability: tuple[int, int]) -> None:
+    """Without a device Mosaic GPU lowers for 9.0 whatever the target, and keeps kernels by source alone: one target a process."""
+    global _mosaic_gpu_is_told
+    if _mosaic_gpu_is_told not in (None, compute_capability):
+        raise RuntimeError(f"this process compiled for {_mosaic_gpu_is_told}; compile for {compute_capability} in another")
+    _mosaic_gpu_is_told = compute_capability
+    from jax.experimental.mosaic.gpu import core, utils
+
+    for module in (core, utils):
+        if hasattr(module, "_infer_arch"):
+            module._infer_arch = lambda: compute_capability
+
+
+_mosaic_gpu_is_told: tuple[int, int] | None = None
 
 
 def step_compiler_options(target: str) -> dict[str, str]:

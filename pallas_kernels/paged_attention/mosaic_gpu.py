@@ -1,0 +1,117 @@
+"""Ragged paged attention on GPU: decode rows and chunks as separate Pallas (Mosaic GPU) calls over one flat token axis.
+
+    write       this step's keys and values go into their blocks: an XLA scatter, in place under donation
+    decode      rows of one token attend, split over the chip and joined                        mosaic_gpu_decode
+    chunks      tiles of the chunks' queries attend                                             mosaic_gpu_chunk
+
+Written for Hopper (TMA and wgmma, compute capability 9.0).  Compiled for H100 and H200 and interpreted; not run on hardware
+(docs/kernels-gpu.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch, TokenRows, token_rows
+from pallas_kernels.paged_attention.layout import PoolLayout, pack, write_tokens
+from pallas_kernels.paged_attention.mosaic_gpu_tiles import DEFAULT_TILES, SHARED_BYTES, GpuTiles, fits_tiles
+
+POOL_TYPES = (jnp.bfloat16, jnp.float16)
+COMPUTE_CAPABILITIES = ("9.0",)
+HEAD_DIMS = 128
+"""Up to here; at 256 the decode kernel's accumulators spill."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GpuMetadata:
+    """A step's geometry as the kernels walk it."""
+
+    tokens: TokenRows
+    tables: jax.Array  # i32[S, max_blocks]
+    decode_lens: jax.Array  # i32[S]: 0 for rows that are no decode
+    num_decode_tokens: jax.Array  # i32[]: flat tokens before this one are decodes
+
+
+def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles = DEFAULT_TILES) -> None:
+    if layout.platform != "gpu":
+        raise NotImplementedError(f"a pool of platform {layout.platform!r}, not 'gpu'")
+    if (capability := _compute_capability()) not in (None, *COMPUTE_CAPABILITIES):
+        raise NotImplementedError(
+            f"compute capability {capability}: the kernels are written for {', '.join(COMPUTE_CAPABILITIES)} (H100, H200)"
+        )
+    if layout.dtype not in [jnp.dtype(t) for t in POOL_TYPES]:
+        raise NotImplementedError(f"a pool of {layout.dtype}, not {', '.join(jnp.dtype(t).name for t in POOL_TYPES)}")
+    if layout.head_dim > HEAD_DIMS:
+        raise NotImplementedError(f"head_dim={layout.head_dim}: at most {HEAD_DIMS}")
+    for num_keys in (tiles.decode_keys, tiles.chunk_keys):
+        if not fits_tiles(num_keys, layout.block_size):
+            raise NotImplementedError(
+                f"block_size={layout.block_size}: a multiple of 8 that divides the {num_keys} keys of a tile, or a multiple of them"
+            )
+    if spec.sliding_window is not None and spec.sliding_window < 1:
+        raise ValueError(f"sliding_window={spec.sliding_window}: at least 1, or None")
+    for kernel, num_bytes in (("decode", tiles.decode_shared_bytes(layout)), ("chunk", tiles.chunk_shared_bytes(layout))):
+        if num_bytes > SHARED_BYTES:
+            raise NotImplementedError(
+                f"the {kernel} kernel's tiles take {num_bytes >> 10} KiB of {SHARED_BYTES >> 10} KiB of shared memory: {tiles}"
+            )
+
+
+def prepare(batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: AttentionSpec) -> GpuMetadata:
+    tokens = token_rows(batch, num_tokens, layout.block_size, spec)
+    num_rows = batch.kv_lens.shape[0]
+    if spec.decode_only:
+        return GpuMetadata(tokens, batch.block_tables, batch.kv_lens, jnp.asarray(num_tokens, jnp.int32))
+    raise NotImplementedError("chunks")
+
+
+def attend(
+    q,
+    k,
+    v,
+    pool,
+    layer,
+    metadata: GpuMetadata,
+    *,
+    layout: PoolLayout,
+    spec: AttentionSpec,
+    sinks=None,
+    k_scale=None,
+    v_scale=None,
+    tiles: GpuTiles = DEFAULT_TILES,
+    interpret=False,
+):
+    """See `api.paged_attention`.  `interpret` takes InterpretGPUParams in tests."""
+    # Mosaic GPU's compiler is imported by who uses it only: `validate` must work without.
+    from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_attention
+
+    tokens = metadata.tokens
+    pool = write_tokens(pool, layer, tokens.block, tokens.offset, pack(k, v, layout, k_scale, v_scale))
+    static = {"layout": layout, "spec": spec, "tiles": tiles, "interpret": interpret}
+
+    num_tokens, num_heads, _ = q.shape
+    per_head = lambda scale: jnp.repeat(jnp.broadcast_to(scale, layout.num_kv_heads), num_heads // layout.num_kv_heads)
+    wide_q = q if k_scale is None else q.astype(jnp.float32) * per_head(k_scale)[:, None]
+    wide_q = jnp.pad(wide_q.astype(layout.dtype), ((0, 0), (0, 0), (0, layout.lanes - layout.head_dim)))
+
+    num_candidates = min(metadata.tables.shape[0], num_tokens)  # a decode's row and flat token have the same number
+    out, log_sum = decode_attention(
+        wide_q[:num_candidates], pool, layer, metadata.tables[:num_candidates], metadata.decode_lens[:num_candidates], **static
+    )
+    if sinks is not None:  # one more term of the denominator
+        out = out * jax.nn.sigmoid(log_sum - sinks.astype(jnp.float32))[..., None]
+    if v_scale is not None:
+        out = out * per_head(v_scale)[:, None]
+    return out[..., : layout.head_dim].astype(q.dtype), pool
+
+
+def _compute_capability() -> str | None:
+    """Of the GPUs of this process; None where there are none, as when compiling for one or interpreting."""
+    try:
+        return getattr(jax.devices("gpu")[0], "compute_capability", None)
+    except RuntimeError:
+        return None
