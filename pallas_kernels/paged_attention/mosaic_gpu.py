@@ -17,6 +17,15 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch, TokenRows, token_rows
 from pallas_kernels.paged_attention.layout import PoolLayout, pack, write_tokens
+from pallas_kernels.paged_attention.mosaic_gpu_chunk import (
+    TOKENS_PER_TILE,
+    QueryTiles,
+    attend_chunks,
+    of_tokens,
+    query_tiles,
+    tokens_per_tile,
+)
+from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_attention
 from pallas_kernels.paged_attention.mosaic_gpu_tiles import DEFAULT_TILES, SHARED_BYTES, GpuTiles, fits_tiles
 
 POOL_TYPES = (jnp.bfloat16, jnp.float16)
@@ -32,8 +41,12 @@ class GpuMetadata:
 
     tokens: TokenRows
     tables: jax.Array  # i32[S, max_blocks]
+    kv_lens: jax.Array  # i32[S]
     decode_lens: jax.Array  # i32[S]: 0 for rows that are no decode
-    num_decode_tokens: jax.Array  # i32[]: flat tokens before this one are decodes
+    num_decodes: jax.Array  # i32[]: flat tokens before this one are decodes
+    query_tiles: dict[int, QueryTiles]
+    """By tokens a tile.  A step's geometry does not know how many query heads share a kv head: attend() takes one of these, and
+    the compiler drops the others."""
 
 
 def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles = DEFAULT_TILES) -> None:
@@ -62,11 +75,18 @@ def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles = DEFAULT_
 
 
 def prepare(batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: AttentionSpec) -> GpuMetadata:
-    tokens = token_rows(batch, num_tokens, layout.block_size, spec)
-    num_rows = batch.kv_lens.shape[0]
-    if spec.decode_only:
-        return GpuMetadata(tokens, batch.block_tables, batch.kv_lens, jnp.asarray(num_tokens, jnp.int32))
-    raise NotImplementedError("chunks")
+    num_rows, max_blocks = batch.block_tables.shape
+    # A row longer than its table would read past it: it is a bug of the caller, and is treated as padding.
+    kv_lens = jnp.where(batch.kv_lens <= max_blocks * layout.block_size, batch.kv_lens, 0)
+    is_decode = spec.decode_only | (jnp.arange(num_rows) < batch.num_decodes)
+    return GpuMetadata(
+        tokens=token_rows(batch, num_tokens, layout.block_size, spec),
+        tables=batch.block_tables,
+        kv_lens=kv_lens,
+        decode_lens=jnp.where(is_decode, kv_lens, 0),
+        num_decodes=batch.num_decodes,
+        query_tiles={} if spec.decode_only else {size: query_tiles(batch, num_tokens, size) for size in TOKENS_PER_TILE},
+    )
 
 
 def attend(
@@ -86,9 +106,6 @@ def attend(
     interpret=False,
 ):
     """See `api.paged_attention`.  `interpret` takes InterpretGPUParams in tests."""
-    # Mosaic GPU's compiler is imported by who uses it only: `validate` must work without.
-    from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_attention
-
     tokens = metadata.tokens
     pool = write_tokens(pool, layer, tokens.block, tokens.offset, pack(k, v, layout, k_scale, v_scale))
     static = {"layout": layout, "spec": spec, "tiles": tiles, "interpret": interpret}
@@ -99,14 +116,25 @@ def attend(
     wide_q = jnp.pad(wide_q.astype(layout.dtype), ((0, 0), (0, 0), (0, layout.lanes - layout.head_dim)))
 
     num_candidates = min(metadata.tables.shape[0], num_tokens)  # a decode's row and flat token have the same number
-    out, log_sum = decode_attention(
-        wide_q[:num_candidates], pool, layer, metadata.tables[:num_candidates], metadata.decode_lens[:num_candidates], **static
-    )
+    candidates = metadata.tables[:num_candidates], metadata.decode_lens[:num_candidates]
+    out, log_sum = decode_attention(wide_q[:num_candidates], pool, layer, *candidates, **static)
+    if not spec.decode_only:
+        group = num_heads // layout.num_kv_heads
+        size = tokens_per_tile(tiles, group)
+        chunks = metadata.query_tiles[size]
+        chunked, chunk_log_sum = attend_chunks(wide_q, pool, layer, metadata.tables, metadata.kv_lens, chunks, **static)
+        is_decode = jnp.arange(num_tokens)[:, None] < metadata.num_decodes
+        padding = ((0, num_tokens - num_candidates), (0, 0))
+        out = jnp.where(is_decode[..., None], jnp.pad(out, (*padding, (0, 0))), chunked)
+        if sinks is not None:
+            chunk_log_sum = of_tokens(chunk_log_sum, chunks, size, group, num_tokens)
+            log_sum = jnp.where(is_decode, jnp.pad(log_sum, padding), chunk_log_sum)
     if sinks is not None:  # one more term of the denominator
         out = out * jax.nn.sigmoid(log_sum - sinks.astype(jnp.float32))[..., None]
     if v_scale is not None:
         out = out * per_head(v_scale)[:, None]
-    return out[..., : layout.head_dim].astype(q.dtype), pool
+    is_live = (tokens.position >= 0)[:, None, None]
+    return jnp.where(is_live, out[..., : layout.head_dim], 0).astype(q.dtype), pool
 
 
 def _compute_capability() -> str | None:

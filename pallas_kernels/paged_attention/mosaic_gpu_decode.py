@@ -57,20 +57,24 @@ def decode_attention(
     """(out f32[R, N, lanes], log of the softmax's denominator f32[R, N], MASKED for rows of length 0, whose out is 0)."""
     num_rows, num_heads, lanes = q.shape
     group = num_heads // layout.num_kv_heads
-    group_rows = -(-group // 8) * 8
-    num_splits = tiles.num_splits(num_rows, layout.num_kv_heads, tables.shape[1] * layout.block_size)
+    num_parts = -(-group // WARPGROUP_ROWS)  # a kv head of more query heads than a tile has rows is walked several times
+    part = -(-group // num_parts)
+    group_rows = -(-part // 8) * 8
+    num_splits = tiles.num_splits(num_rows, layout.num_kv_heads * num_parts, tables.shape[1] * layout.block_size)
     q_RKGH = q.reshape(num_rows, layout.num_kv_heads, group, lanes)
-    q_RKGH = jnp.pad(q_RKGH, ((0, 0), (0, 0), (0, group_rows - group), (0, 0)))
+    q_RKGH = jnp.pad(q_RKGH, ((0, 0), (0, 0), (0, part * num_parts - group), (0, 0)))
+    q_RKGH = q_RKGH.reshape(num_rows, layout.num_kv_heads * num_parts, part, lanes)
+    q_RKGH = jnp.pad(q_RKGH, ((0, 0), (0, 0), (0, group_rows - part), (0, 0)))
     num_copies = blocks_per_tile(tiles.decode_keys, layout.block_size)
-    geometry = _Geometry(layout.block_size, tiles, num_splits, group_rows, lanes, spec, pool.shape[1])
+    geometry = _Geometry(layout.block_size, tiles, num_splits, num_parts, group_rows, lanes, spec, pool.shape[1])
     key_tiles = tiled_buffer(tiles.decode_stages, tiles.decode_keys, lanes, dtype=pool.dtype)
     kernel = plgpu.kernel(
         functools.partial(_kernel, geometry=geometry, ops=Ops(bool(interpret))),
         out_type=(
-            jax.ShapeDtypeStruct((num_rows, layout.num_kv_heads, num_splits, group_rows, lanes), jnp.float32),
-            jax.ShapeDtypeStruct((num_rows, layout.num_kv_heads, num_splits, group_rows), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, layout.num_kv_heads * num_parts, num_splits, group_rows, lanes), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, layout.num_kv_heads * num_parts, num_splits, group_rows), jnp.float32),
         ),
-        grid=(num_rows, layout.num_kv_heads, num_splits),
+        grid=(num_rows, layout.num_kv_heads * num_parts, num_splits),
         grid_names=("row", "head", "split"),
         scratch_types=[
             tiled_buffer(WARPGROUP_ROWS, lanes, dtype=q.dtype),
@@ -88,7 +92,10 @@ def decode_attention(
         kernel_name="jserve_decode",
     )
     out, log_sum = kernel(q_RKGH, pool, tables, lens, jnp.reshape(i32(layer), (1,)))
-    return _join_splits(out[:, :, :, :group], log_sum[..., :group])
+    out, log_sum = _join_splits(out[:, :, :, :part], log_sum[..., :part])  # [R, K * parts, part, ...]
+    out = out.reshape(num_rows, layout.num_kv_heads, -1, lanes)[:, :, :group]
+    log_sum = log_sum.reshape(num_rows, layout.num_kv_heads, -1)[:, :, :group]
+    return out.reshape(num_rows, num_heads, lanes), log_sum.reshape(num_rows, num_heads)
 
 
 @dataclass(frozen=True)
@@ -96,6 +103,7 @@ class _Geometry:
     block_size: int
     tiles: GpuTiles
     num_splits: int
+    num_parts: int
     group_rows: int
     lanes: int
     spec: AttentionSpec
@@ -103,13 +111,13 @@ class _Geometry:
 
 
 def _kernel(
-    q,  # [R, K, group_rows, lanes]
+    q,  # [R, K * parts, group_rows, lanes]
     pool,  # [L, B, K, 2, P, lanes]
     tables,  # i32[R, max_blocks]
     lens,  # i32[R]
     layer,  # i32[1]
-    out,  # f32[R, K, splits, group_rows, lanes]
-    log_sum,  # f32[R, K, splits, group_rows], base 2
+    out,  # f32[R, K * parts, splits, group_rows, lanes]
+    log_sum,  # f32[R, K * parts, splits, group_rows], base 2
     q_tile,  # [64, lanes]
     key_tiles,  # [stages, keys, lanes]
     value_tiles,  # [stages, keys, lanes]
@@ -126,6 +134,7 @@ def _kernel(
     spec, tiles, lanes, num_splits = geometry.spec, geometry.tiles, geometry.lanes, geometry.num_splits
     num_keys, stages = tiles.decode_keys, tiles.decode_stages
     row, head, split = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("split")
+    kv_head = head if geometry.num_parts == 1 else lax.div(head, i32(geometry.num_parts))
     length = lens[row]
     first_key = i32(0) if spec.sliding_window is None else lax.max(length - spec.sliding_window, i32(0))
     first_tile = lax.div(first_key, i32(num_keys))
@@ -141,7 +150,7 @@ def _kernel(
 
     def fetch(t_slot, found):
         for plane, tiles_ref, arrived in ((0, key_tiles, keys_arrived), (1, value_tiles, values_arrived)):
-            copy_tile(pool, layer[0], head, plane, found, tiles_ref.at[t_slot], arrived.at[t_slot], geometry.block_size)
+            copy_tile(pool, layer[0], kv_head, plane, found, tiles_ref.at[t_slot], arrived.at[t_slot], geometry.block_size)
 
     @pl.when(count > 0)
     def _():
@@ -246,15 +255,10 @@ def online_softmax(logits: jax.Array, total: jax.Array, largest: jax.Array):
 
 
 def _join_splits(out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out [R, K, splits, G, lanes], log_sum [R, K, splits, G] in base 2 -> out [R, N, lanes], natural log_sum [R, N].
-
-    Splits beyond a row's end left zeros or what was there before.
-    """
-    num_rows, _, _, _, lanes = out.shape
-    largest = log_sum.max(axis=2, keepdims=True)
-    weights = jnp.where(log_sum > MASKED / 2, jnp.exp2(log_sum - largest), 0.0)
+    """out [R, K, splits, G, lanes], log_sum [R, K, splits, G] in base 2 -> out [R, K, G, lanes], natural log_sum [R, K, G]."""
+    largest = log_sum.max(axis=2)
+    weights = jnp.where(log_sum > MASKED / 2, jnp.exp2(log_sum - largest[:, :, None]), 0.0)
     total = weights.sum(axis=2)
     share = weights / jnp.maximum(total, 1e-30)[:, :, None]
-    joined = jnp.where(share[..., None] > 0, share[..., None] * out, 0.0).sum(axis=2)
-    log_total = jnp.where(total > 0, (largest[:, :, 0] + jnp.log2(jnp.maximum(total, 1e-30))) / LOG2_E, MASKED)
-    return joined.reshape(num_rows, -1, lanes), log_total.reshape(num_rows, -1)
+    joined = (share[..., None] * out).sum(axis=2)
+    return joined, jnp.where(total > 0, (largest + jnp.log2(jnp.maximum(total, 1e-30))) / LOG2_E, MASKED)

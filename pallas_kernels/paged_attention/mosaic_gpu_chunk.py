@@ -1,0 +1,346 @@
+"""GPU chunks: tiles of one sequence's queries attend to its blocks, causally by absolute position.
+
+Grid (query tiles, kv heads).  A tile's rows are (token, query head of the group), 64 for each compute warpgroup; one more
+warpgroup fetches.  Over the key tiles from the window's start to the tile's last position:
+
+    fetching    reads the block table; TMA of keys, then values, into slot t % stages, once the compute warpgroups freed it
+    computing   logits = q k^T; frees the keys; mask where the tile crosses the diagonal or the window; online softmax in
+                registers (base 2); output += weights v, weights as wgmma's register operand; frees the values
+
+A chunk may start at any flat token, so queries come through registers (TMA takes multiples of 8 rows into tiled shared
+memory), and an incomplete tile leaves in pieces of powers of two, so that it touches no row of the next sequence.
+Shared memory: q and the output of each compute warpgroup, `stages` slots of keys and of values.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
+from pallas_kernels.paged_attention.layout import PoolLayout
+from pallas_kernels.paged_attention.mosaic_gpu_decode import copy_tile, online_softmax, scaled_logits, tile_sources
+from pallas_kernels.paged_attention.mosaic_gpu_ops import (
+    COMPILER_PARAMS,
+    LOG2_E,
+    MASKED,
+    WARPGROUP_ROWS,
+    Ops,
+    clear_rows_from,
+    i32,
+    load_rows,
+    store_untiled,
+    tiled_buffer,
+)
+from pallas_kernels.paged_attention.mosaic_gpu_tiles import GpuTiles, blocks_per_tile
+
+TOKENS_PER_TILE = (128, 64, 42, 32, 25, 21, 18, 16, 8, 4, 2, 1)
+FETCH_REGISTERS = 40
+COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152}
+"""By number of compute warpgroups: all warpgroups together may have 512, beyond which the hardware would wait for ever."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class QueryTiles:
+    """Tiles of flat tokens of one sequence, W of them; those that are not used have length 0."""
+
+    row: jax.Array  # i32[W]: the sequence
+    token: jax.Array  # i32[W]: flat token of the tile's first row
+    position: jax.Array  # i32[W]: its absolute position
+    count: jax.Array  # i32[W]: tokens
+
+
+def query_tiles(batch: RaggedBatch, num_tokens: int, tokens_a_tile: int) -> QueryTiles:
+    num_rows = batch.kv_lens.shape[0]
+    q_lens = jnp.diff(batch.cu_q_lens)
+    is_chunk = (jnp.arange(num_rows) >= batch.num_decodes) & (batch.kv_lens > 0)
+    tiles_of_row = jnp.where(is_chunk, (q_lens + tokens_a_tile - 1) // tokens_a_tile, 0)
+    ends = jnp.cumsum(tiles_of_row)
+    tile = jnp.arange(num_tokens // tokens_a_tile + min(num_rows, num_tokens), dtype=jnp.int32)
+    row = jnp.searchsorted(ends, tile, side="right", method="compare_all").astype(jnp.int32)
+    is_used = row < num_rows
+    row = jnp.where(is_used, row, 0)
+    offset = (tile - (ends - tiles_of_row)[row]) * tokens_a_tile
+    count = jnp.where(is_used, jnp.clip(q_lens[row] - offset, 0, tokens_a_tile), 0)
+    return QueryTiles(row, batch.cu_q_lens[row] + offset, batch.kv_lens[row] - q_lens[row] + offset, count)
+
+
+def tokens_per_tile(tiles: GpuTiles, group: int) -> int:
+    """The most tokens, of those that tiles are prepared for, whose query heads fit the rows of a tile."""
+    rows = tiles.chunk_warpgroups * WARPGROUP_ROWS
+    if group > rows:
+        raise NotImplementedError(f"{group} query heads a kv head: at most {rows}")
+    return next(size for size in TOKENS_PER_TILE if size * group <= rows)
+
+
+def of_tokens(by_tile: jax.Array, tiles: QueryTiles, tokens_a_tile: int, group: int, num_tokens: int) -> jax.Array:
+    """[W, K, rows of a tile] -> [T, N]: what each token's query heads got; anything for tokens of no chunk."""
+    num_tiles, num_kv_heads, _ = by_tile.shape
+    token = tiles.token[:, None] + jnp.arange(tokens_a_tile)
+    token = jnp.where(jnp.arange(tokens_a_tile) < tiles.count[:, None], token, num_tokens)
+    place = jnp.zeros(num_tokens, jnp.int32).at[token.reshape(-1)].set(jnp.arange(token.size), mode="drop")
+    by_tile = by_tile[..., : tokens_a_tile * group].reshape(num_tiles, num_kv_heads, tokens_a_tile, group)
+    return jnp.moveaxis(by_tile, 1, 2).reshape(token.size, -1)[place]
+
+
+def attend_chunks(
+    q: jax.Array,  # [T, N, lanes], of the pool's type
+    pool: jax.Array,  # [L, B, K, 2, P, lanes]
+    layer: jax.Array | int,  # i32[]
+    tables: jax.Array,  # i32[S, max_blocks]
+    kv_lens: jax.Array,  # i32[S]
+    batch_tiles: QueryTiles,
+    *,
+    layout: PoolLayout,
+    spec: AttentionSpec,
+    tiles: GpuTiles,
+    interpret=False,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [T, N, lanes], natural log of the softmax's denominator f32[W, K, rows of a tile]).
+
+    Rows of `out` that are of no chunk hold anything.
+    """
+    num_tokens, num_heads, lanes = q.shape
+    group = num_heads // layout.num_kv_heads
+    rows = tiles.chunk_warpgroups * WARPGROUP_ROWS
+    q_KRH = jnp.moveaxis(q.reshape(num_tokens, layout.num_kv_heads, group, lanes), 1, 0)
+    q_KRH = q_KRH.reshape(layout.num_kv_heads, num_tokens * group, lanes)
+    q_KRH = jnp.pad(q_KRH, ((0, 0), (0, rows), (0, 0)))  # the last tile reads on
+    num_tiles, num_copies = batch_tiles.row.shape[0], blocks_per_tile(tiles.chunk_keys, layout.block_size)
+    geometry = _Geometry(layout.block_size, tiles, group, lanes, spec, pool.shape[1])
+    key_tiles = tiled_buffer(tiles.chunk_stages, tiles.chunk_keys, lanes, dtype=pool.dtype)
+    arrivals = functools.partial(plgpu.Barrier, num_barriers=tiles.chunk_stages)
+    kernel = plgpu.kernel(
+        functools.partial(_kernel, geometry=geometry, ops=Ops(bool(interpret))),
+        out_type=(
+            jax.ShapeDtypeStruct(q_KRH.shape, q.dtype),
+            jax.ShapeDtypeStruct((num_tiles, layout.num_kv_heads, rows), jnp.float32),
+        ),
+        grid=(num_tiles, layout.num_kv_heads),
+        grid_names=("tile", "head"),
+        num_threads=tiles.chunk_warpgroups + 1,
+        thread_name="warpgroup",
+        scratch_types=[
+            tiled_buffer(tiles.chunk_warpgroups, WARPGROUP_ROWS, lanes, dtype=q.dtype),
+            key_tiles,
+            key_tiles,
+            plgpu.SMEM((tiles.chunk_warpgroups, WARPGROUP_ROWS, lanes), q.dtype),
+            plgpu.SMEM((tiles.chunk_warpgroups, WARPGROUP_ROWS), jnp.float32),
+            arrivals(num_arrivals=num_copies),
+            arrivals(num_arrivals=num_copies),
+            arrivals(num_arrivals=tiles.chunk_warpgroups),
+            arrivals(num_arrivals=tiles.chunk_warpgroups),
+            plgpu.Barrier(num_arrivals=num_copies),
+        ],
+        compiler_params=COMPILER_PARAMS,
+        interpret=interpret,
+        kernel_name="jserve_chunks",
+    )
+    scalars = (tables, kv_lens, batch_tiles.row, batch_tiles.token, batch_tiles.position, batch_tiles.count)
+    out, log_sum = kernel(q_KRH, pool, *scalars, jnp.reshape(i32(layer), (1,)))
+    out = out[:, : num_tokens * group].reshape(layout.num_kv_heads, num_tokens, group, lanes)
+    return jnp.moveaxis(out, 0, 1).reshape(q.shape), log_sum
+
+
+@dataclass(frozen=True)
+class _Geometry:
+    block_size: int
+    tiles: GpuTiles
+    group: int
+    lanes: int
+    spec: AttentionSpec
+    num_blocks: int
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """What one program goes through: `num_key_tiles` tiles of keys from `first_tile` on."""
+
+    row: jax.Array
+    head: jax.Array
+    position: jax.Array  # of the tile's first query
+    first_key: jax.Array  # the first that any query of the tile sees
+    end_key: jax.Array  # after the sequence's last
+    first_tile: jax.Array
+    num_key_tiles: jax.Array
+
+
+def _kernel(
+    q,  # [K, T * G + rows of a tile, lanes]
+    pool,  # [L, B, K, 2, P, lanes]
+    tables,  # i32[S, max_blocks]
+    kv_lens,  # i32[S]
+    tile_rows,  # i32[W]
+    tile_tokens,  # i32[W]
+    tile_positions,  # i32[W]
+    tile_counts,  # i32[W]
+    layer,  # i32[1]
+    out,  # [K, T * G + rows of a tile, lanes]
+    log_sum,  # f32[W, K, rows of a tile]
+    q_tiles,  # [warpgroups, 64, lanes]
+    key_tiles,  # [stages, keys, lanes]
+    value_tiles,  # [stages, keys, lanes]
+    out_tiles,  # [warpgroups, 64, lanes]
+    log_sum_tiles,  # f32[warpgroups, 64]
+    keys_arrived,  # [stages]
+    values_arrived,  # [stages]
+    keys_free,  # [stages]
+    values_free,  # [stages]
+    tail_arrived,
+    *,
+    geometry: _Geometry,
+    ops: Ops,
+):
+    spec, tiles, num_keys = geometry.spec, geometry.tiles, geometry.tiles.chunk_keys
+    tile, head, warpgroup = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("warpgroup")
+    count, position = tile_counts[tile], tile_positions[tile]
+    end_of_causal = position + count  # keys from here on are later than every query of the tile
+    first_key = i32(0)
+    if spec.sliding_window is not None:
+        first_key = lax.max(position + 1 - spec.sliding_window, i32(0))
+    first_tile = lax.div(first_key, i32(num_keys))
+    num_key_tiles = lax.div(end_of_causal + (num_keys - 1), i32(num_keys)) - first_tile
+    num_key_tiles = lax.select(count > 0, num_key_tiles, i32(0))
+    row = tile_rows[tile]
+    walk = _Walk(row, head, position, first_key, kv_lens[row], first_tile, num_key_tiles)
+
+    @pl.when((warpgroup == tiles.chunk_warpgroups) & (num_key_tiles > 0))
+    def _():
+        plgpu.set_max_registers(FETCH_REGISTERS, action="decrease")
+        slots = key_tiles, value_tiles, keys_arrived, values_arrived, keys_free, values_free, tail_arrived
+        _fetch(pool, tables, layer[0], *slots, walk=walk, geometry=geometry, ops=ops)
+
+    @pl.when((warpgroup < tiles.chunk_warpgroups) & (num_key_tiles > 0))
+    def _():
+        plgpu.set_max_registers(COMPUTE_REGISTERS[tiles.chunk_warpgroups], action="increase")
+        first_row = tile_tokens[tile] * geometry.group + warpgroup * WARPGROUP_ROWS
+        q_tile, out_tile, log_sum_tile = (x.at[warpgroup] for x in (q_tiles, out_tiles, log_sum_tiles))
+        q_rows = load_rows(q, head, first_row, WARPGROUP_ROWS, ops.interpreted)
+        q_tile[...] = ops.cast(q_rows, plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        slots = key_tiles, value_tiles, keys_arrived, values_arrived, keys_free, values_free
+        result, logs = _compute(q_tile, *slots, warpgroup=warpgroup, walk=walk, geometry=geometry, ops=ops)
+        store_untiled(out_tile, result.astype(out_tile.dtype))
+        store_untiled(log_sum_tile, logs)
+        plgpu.commit_smem()
+        valid_rows = lax.clamp(i32(0), count * geometry.group - warpgroup * WARPGROUP_ROWS, i32(WARPGROUP_ROWS))
+        _store_rows(out_tile, out, head, first_row, valid_rows)
+        plgpu.copy_smem_to_gmem(log_sum_tile, log_sum.at[tile, head, pl.ds(warpgroup * WARPGROUP_ROWS, WARPGROUP_ROWS)])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _fetch(
+    pool, tables, layer, key_tiles, value_tiles, keys_arrived, values_arrived, keys_free, values_free, tail_arrived,
+    *, walk: _Walk, geometry: _Geometry, ops: Ops,
+):  # fmt: skip
+    num_keys, stages, size = geometry.tiles.chunk_keys, geometry.tiles.chunk_stages, geometry.block_size
+
+    def body(t, _):
+        slot = lax.rem(t, i32(stages))
+        tile = walk.first_tile + t
+        found = tile_sources(
+            tables, walk.row, tile, walk.first_key, walk.end_key, num_keys, size, geometry.num_blocks
+        )
+
+        @pl.when(t >= stages)
+        def _():
+            plgpu.barrier_wait(keys_free.at[slot])
+
+        copy_tile(pool, layer, walk.head, 0, found, key_tiles.at[slot], keys_arrived.at[slot], size)
+
+        @pl.when(t >= stages)
+        def _():
+            plgpu.barrier_wait(values_free.at[slot])
+
+        num_valid = walk.end_key - tile * num_keys
+        is_tail = num_valid < num_keys
+
+        @pl.when(~is_tail)
+        def _():
+            copy_tile(pool, layer, walk.head, 1, found, value_tiles.at[slot], values_arrived.at[slot], size)
+
+        @pl.when(is_tail)  # the sequence's last tile: what no token has reached is cleared before anybody multiplies it
+        def _():
+            copy_tile(pool, layer, walk.head, 1, found, value_tiles.at[slot], tail_arrived, size)
+            plgpu.barrier_wait(tail_arrived)
+            clear_rows_from(ops, value_tiles.at[slot], num_valid)
+            for _ in found:
+                plgpu.barrier_arrive(values_arrived.at[slot])
+
+        return 0
+
+    def drain(t, _):  # every arrival is waited for, so that barriers end as they began
+        slot = lax.rem(t, i32(stages))
+        plgpu.barrier_wait(keys_free.at[slot])
+        plgpu.barrier_wait(values_free.at[slot])
+        return 0
+
+    lax.fori_loop(i32(0), walk.num_key_tiles, body, 0)
+    lax.fori_loop(lax.max(walk.num_key_tiles - stages, i32(0)), walk.num_key_tiles, drain, 0)
+
+
+def _compute(
+    q_tile, key_tiles, value_tiles, keys_arrived, values_arrived, keys_free, values_free,
+    *, warpgroup, walk: _Walk, geometry: _Geometry, ops: Ops,
+):  # fmt: skip
+    """(output float32[64, lanes], natural log of the denominator float32[64]) of one warpgroup's rows."""
+    spec, num_keys, stages, lanes = geometry.spec, geometry.tiles.chunk_keys, geometry.tiles.chunk_stages, geometry.lanes
+
+    def body(t, carry, is_masked: bool):
+        accumulator, largest, total = carry
+        slot = lax.rem(t, i32(stages))
+        plgpu.barrier_wait(keys_arrived.at[slot])
+        products = ops.matmul_transposed(q_tile, key_tiles.at[slot])
+        plgpu.barrier_arrive(keys_free.at[slot])
+        logits = scaled_logits(products, spec)
+        if is_masked:
+            key = ops.iota(logits.shape, 1) + (walk.first_tile + t) * num_keys
+            token = ops.iota(logits.shape, 0) + warpgroup * WARPGROUP_ROWS
+            if geometry.group > 1:
+                token = lax.div(token, jnp.full(logits.shape, geometry.group, jnp.int32))
+            query = token + walk.position
+            visible = key <= query
+            if spec.sliding_window is not None:
+                visible = visible & (key > query - spec.sliding_window)
+            logits = jnp.where(visible, logits, MASKED)
+        weights, total, largest, factor = online_softmax(logits, total, largest)
+        accumulator = accumulator * lax.broadcast_in_dim(factor, accumulator.shape, [0])
+        plgpu.barrier_wait(values_arrived.at[slot])
+        accumulator = ops.accumulate(accumulator, weights.astype(value_tiles.dtype), value_tiles.at[slot])
+        plgpu.barrier_arrive(values_free.at[slot])
+        return accumulator, largest, total
+
+    carry = (
+        ops.full((WARPGROUP_ROWS, lanes), 0.0), ops.full((WARPGROUP_ROWS,), MASKED), ops.full((WARPGROUP_ROWS,), 0.0)
+    )  # fmt: skip
+    num_unmasked = i32(0)
+    if spec.sliding_window is None:  # tiles wholly before the first query need no mask
+        num_unmasked = lax.min(lax.div(walk.position + 1, i32(num_keys)), walk.num_key_tiles)
+        carry = lax.fori_loop(i32(0), num_unmasked, functools.partial(body, is_masked=False), carry)
+    carry = lax.fori_loop(num_unmasked, walk.num_key_tiles, functools.partial(body, is_masked=True), carry)
+    accumulator, largest, total = carry
+    divisor = jnp.where(total > 0, total, 1.0)
+    logs = (largest + jnp.log2(divisor)) * (1 / LOG2_E)
+    return accumulator / lax.broadcast_in_dim(divisor, accumulator.shape, [0]), logs
+
+
+def _store_rows(source, out, head, first_row, num_rows) -> None:
+    """The first `num_rows` of 64 rows to any row of HBM."""
+
+    @pl.when(num_rows == WARPGROUP_ROWS)
+    def _():
+        plgpu.copy_smem_to_gmem(source, out.at[head, pl.ds(first_row, WARPGROUP_ROWS)])
+
+    for size in (32, 16, 8, 4, 2, 1):
+
+        @pl.when((num_rows < WARPGROUP_ROWS) & (lax.bitwise_and(num_rows, i32(size)) != 0))
+        def _():
+            start = lax.bitwise_and(num_rows, i32(~(2 * size - 1)))  # after the larger pieces
+            plgpu.copy_smem_to_gmem(source.at[pl.ds(start, size)], out.at[head, pl.ds(first_row + start, size)])

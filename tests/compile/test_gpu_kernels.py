@@ -1,0 +1,115 @@
+"""The GPU kernels and whole steps through the real GPU compilers (XLA, Mosaic GPU, ptxas).  Nothing runs.
+
+One subprocess a target (tools/gpu_report.py): Mosaic GPU keeps kernels by their source, whatever the target.  Asserted besides
+acceptance: the PTX target and the instructions, no spills, registers and shared memory within the card's limits, the pool
+aliased to the byte, temporaries far smaller than it, no copy of its shape.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels import targets
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ("llama3-8b", "smollm2-135m", "gpt-oss-20b-local", "phi3-mini", "llama3-70b-tp8")
+MORE_KERNELS = ("llama3-8b-tp8", "qwen3-30b-a3b", "heads-of-80-capped", "falcon-7b")
+MIB = 1 << 20
+REGISTERS_PER_CORE = 65536
+SHARED_BYTES_PER_CORE, RESERVED_PER_PROGRAM = 228 * 1024, 1024
+"""Of Hopper."""
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(not targets.has_gpu_compiler(), reason="needs jax's CUDA plugin: pip install jserve[compile]"),
+    pytest.mark.xdist_group("gpu"),
+]
+
+
+@functools.cache
+def reports(*arguments: str) -> dict[str, dict]:
+    command = [sys.executable, str(ROOT / "tools" / "gpu_report.py"), *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=800)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    lines = [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+    return {report["program"]: report for report in lines}
+
+
+def h100_kernels() -> dict[str, dict]:
+    return reports("h100", *(f"{name}/mixed" for name in KERNELS), "llama3-8b/decode_1", "llama3-8b/decode_256")
+
+
+def assert_pool_stays(report: dict) -> None:
+    assert report["alias_bytes"] == report["pool_bytes"]
+    assert report["pool_copies"] == 0
+
+
+def assert_good_kernel(kernel: dict) -> None:
+    assert kernel["ptx_target"] == "sm_90a"
+    assert kernel["wgmma"] > 0 and kernel["tma"] > 0
+    assert kernel["spill_bytes"] == kernel["stack_bytes"] == 0
+    assert kernel["warnings"] == []
+    assert kernel["registers"] * kernel["threads"] <= REGISTERS_PER_CORE
+    assert kernel["shared_bytes"] <= targets.GPU_TARGETS["h100"].shared_bytes_per_block
+
+
+def programs_a_core(kernel: dict) -> int:
+    by_shared_memory = SHARED_BYTES_PER_CORE // (kernel["shared_bytes"] + RESERVED_PER_PROGRAM)
+    registers = -(-kernel["registers"] // 8) * 8  # granted in steps of 8 a thread
+    return min(by_shared_memory, REGISTERS_PER_CORE // (registers * kernel["threads"]))
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_mixed_step(name):
+    report = h100_kernels()[f"{name}/mixed"]
+    assert [kernel["name"] for kernel in report["kernels"]] == ["jserve_chunks", "jserve_decode"]
+    for kernel in report["kernels"]:
+        assert_good_kernel(kernel)
+    assert programs_a_core(report["kernels"][1]) >= 2, "one program's softmax should hide behind another's copies"
+    assert_pool_stays(report)
+    assert report["temporary_bytes"] < report["pool_bytes"] / 8
+
+
+@pytest.mark.parametrize("bucket", ["decode_1", "decode_256"])
+def test_decode_step(bucket):
+    report = h100_kernels()[f"llama3-8b/{bucket}"]
+    assert [kernel["name"] for kernel in report["kernels"]] == ["jserve_decode"]
+    assert_good_kernel(report["kernels"][0])
+    assert_pool_stays(report)
+    assert report["temporary_bytes"] < 32 * MIB, "partial results of the splits"
+
+
+def test_h200_takes_the_same_kernels():
+    report = reports("h200", "llama3-8b/mixed")["llama3-8b/mixed"]
+    for kernel in report["kernels"]:
+        assert_good_kernel(kernel)
+    assert_pool_stays(report)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MORE_KERNELS)
+def test_more_shapes(name):
+    report = reports("h100", *(f"{name}/mixed" for name in MORE_KERNELS))[f"{name}/mixed"]
+    for kernel in report["kernels"]:
+        assert_good_kernel(kernel)
+    assert_pool_stays(report)
+
+
+# Temporaries of the largest bucket: the ffn's activations of 2,048 tokens and 64 rows of logits.
+@pytest.mark.parametrize(("model", "largest"), [("smollm2-135m", 128 * MIB), ("llama3-8b", 512 * MIB)])
+@pytest.mark.parametrize("bucket", ["smallest", "largest"])
+def test_whole_step(model, bucket, largest):
+    report = reports("h100", "--step", model)[f"{model}/{bucket}"]
+    assert_pool_stays(report)
+    assert report["temporary_bytes"] < (32 * MIB if bucket == "smallest" else largest)
+    assert report["argument_bytes"] < targets.GPU_TARGETS["h100"].memory_bytes, "this compiler refuses nothing"
+    names = {kernel["name"] for kernel in report["kernels"]}
+    assert names == ({"jserve_decode"} if bucket == "smallest" else {"jserve_decode", "jserve_chunks"})
+    for kernel in report["kernels"]:
+        assert_good_kernel(kernel)

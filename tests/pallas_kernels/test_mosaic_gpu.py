@@ -1,0 +1,188 @@
+"""GPU kernels under the GPU interpreter, against the float32 reference; every unowned slot of the pool is NaN.
+
+Error bound: bfloat16 0.02 (outputs of about 1 have steps of 2**-8, and weights are rounded once before the value matmul).
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", exc_type=ImportError)
+
+from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, choose, layout, mosaic_gpu  # noqa: E402
+from pallas_kernels.paged_attention import mosaic_gpu_chunk, mosaic_gpu_decode  # noqa: E402
+from pallas_kernels.paged_attention.cases import Case, Heads  # noqa: E402
+from pallas_kernels.paged_attention.mosaic_gpu_tiles import GpuTiles  # noqa: E402
+from tests.support.gpu_interpreter import RACES, check, compile_threads_once, make_inputs  # noqa: E402
+
+BFLOAT16 = 0.02
+
+
+@pytest.fixture(autouse=True)
+def quick_interpreter(monkeypatch):
+    compile_threads_once(monkeypatch)
+
+
+def decodes(heads: Heads, lengths, block_size: int = 16) -> Case:
+    rows = tuple((max(n - 1, 0), min(n, 1)) for n in lengths)
+    return Case("decodes", heads, rows, len(rows), len(rows), len(rows), block_size, decode_only=True)
+
+
+def mixed(heads: Heads, lengths, chunks, block_size: int = 16, padding: int = 3) -> Case:
+    rows = decodes(heads, lengths).rows + tuple(chunks)
+    num_tokens = sum(new for _, new in rows) + padding
+    return Case("mixed", heads, rows, len(lengths), num_tokens, len(rows) + 1, block_size)
+
+
+def test_decode_rows_of_every_kind_in_one_call():
+    """Padding rows first, between and last; the first and last token of a block, of a tile of keys and of a split."""
+    lengths = [0, 1, 16, 17, 0, 63, 64, 65, 255, 256, 257, 600, 0]
+    check(make_inputs(decodes(Heads(3, 1, 64), lengths)), BFLOAT16)
+
+
+def test_decode_window_skips_freed_blocks():
+    """Table entries behind the window are the dead block, which is NaN.  Contexts around the window and a block's edge."""
+    check(make_inputs(decodes(Heads(4, 2, 128, sliding_window=50), [1, 49, 50, 51, 66, 67, 300])), BFLOAT16)
+
+
+def test_decode_with_blocks_larger_than_a_tile_soft_cap_and_sinks():
+    heads = Heads(2, 1, 80, soft_cap=5.0, has_sinks=True)
+    check(make_inputs(decodes(heads, [1, 127, 128, 129, 700], block_size=128)), BFLOAT16)
+
+
+def test_more_query_heads_than_a_tile_has_rows():
+    check(make_inputs(mixed(Heads(71, 1, 64), [40], [(60, 3)])), BFLOAT16)
+
+
+def test_mixed_step_with_chunks_at_any_token_and_any_block_row():
+    """Chunks start at flat tokens 2, 7 and 57 and at rows 0, 14 and 12 of a block; three query heads share a kv head."""
+    check(make_inputs(mixed(Heads(6, 2, 64), [1, 130], [(0, 5), (30, 50), (140, 20)])), BFLOAT16)
+
+
+def test_chunks_with_window_soft_cap_and_sinks():
+    heads = Heads(2, 1, 128, sliding_window=40, soft_cap=5.0, has_sinks=True)
+    check(make_inputs(mixed(heads, [100], [(0, 5), (100, 9), (60, 80)])), BFLOAT16)
+
+
+def test_empty_batch_changes_nothing():
+    check(make_inputs(mixed(Heads(1, 1, 64), [], [], padding=4), max_blocks=2), BFLOAT16)
+
+
+def test_scales_of_keys_and_values():
+    inputs = make_inputs(mixed(Heads(4, 2, 64), [20], [(3, 5)]))
+    scales = {"k_scale": jnp.array([0.5, 2.0]), "v_scale": jnp.float32(0.25)}
+    check(replace(inputs, extras=scales), BFLOAT16)
+
+
+@pytest.mark.parametrize("case", [
+    decodes(Heads(1, 1, 64), [200]), mixed(Heads(1, 1, 64), [], [(150, 10)], padding=0)
+], ids=["decode", "chunk"])  # fmt: skip
+def test_no_races(case):
+    """Slots are filled and read several times."""
+    check(make_inputs(case), BFLOAT16, interpret=RACES, tiles=GpuTiles(chunk_warpgroups=1))
+
+
+class TestPlantedBugs:
+    """What the tests above would do if the kernels were wrong."""
+
+    def inputs(self, **options):
+        return make_inputs(decodes(Heads(1, 1, 64, **options), [20, 200]))
+
+    def test_missing_wait(self, monkeypatch):
+        """A wait for keys and values that is left out: NaN of unfilled memory, or the race detector."""
+        real, waits = mosaic_gpu_decode.plgpu.barrier_wait, []
+
+        def only_for_queries(barrier):
+            if not waits:
+                real(barrier)
+            waits.append(barrier)
+
+        monkeypatch.setattr(mosaic_gpu_decode.plgpu, "barrier_wait", only_for_queries)
+        with pytest.raises(Exception, match="(?i)race|NaN|barrier"):
+            check(self.inputs(), BFLOAT16, interpret=RACES)
+
+    def test_values_beyond_the_end_not_cleared(self, monkeypatch):
+        monkeypatch.setattr(mosaic_gpu_decode, "clear_rows_from", lambda *_: None)
+        with pytest.raises(AssertionError, match="NaN"):
+            check(self.inputs(), BFLOAT16)
+
+    def test_wrong_block(self, monkeypatch):
+        real = mosaic_gpu.prepare
+
+        def swapped(*arguments):
+            metadata = real(*arguments)
+            return replace(metadata, tables=metadata.tables.at[1, 0].set(metadata.tables[1, 1]))
+
+        monkeypatch.setattr(mosaic_gpu, "prepare", swapped)
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            check(self.inputs(), BFLOAT16)
+
+    def test_window_off_by_one(self):
+        """One token more in the kernel's window than in the reference's."""
+        inputs = self.inputs(sliding_window=18)
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            check(inputs, BFLOAT16, spec=replace(inputs.case.spec, sliding_window=19))
+
+
+def test_query_tiles_cover_every_chunk_token_once():
+    """200 random steps against a loop over tokens."""
+    make = jax.jit(mosaic_gpu_chunk.query_tiles, static_argnums=(1, 2))
+    for seed in range(200):
+        rng = np.random.default_rng(seed)
+        num_decodes, size = int(rng.integers(0, 4)), (21, 32)[seed % 2]
+        new = np.array([1] * num_decodes + list(rng.integers(0, 60, 6 - num_decodes)))
+        new[np.cumsum(new) > 96] = 0
+        context = rng.integers(0, 51, 6)
+        cu_q_lens = np.cumsum([0, *new])
+        geometry = np.zeros((6, 1)), np.where(new > 0, context + new, 0), cu_q_lens, num_decodes
+        tiles = make(RaggedBatch(*(jnp.asarray(x, jnp.int32) for x in geometry)), 96, size)
+        found = {}
+        for row, token, position, count in zip(*map(np.asarray, (tiles.row, tiles.token, tiles.position, tiles.count))):
+            assert 0 <= count <= size
+            for i in range(count):
+                assert token + i not in found
+                found[token + i] = row, position + i
+        expected = {
+            cu_q_lens[row] + i: (row, context[row] + i) for row in range(num_decodes, 6) for i in range(new[row])
+        }
+        assert found == expected
+
+
+def test_row_longer_than_its_table_is_padding():
+    inputs = make_inputs(decodes(Heads(1, 1, 64), [5, 40]))
+    too_long = replace(inputs.batch, kv_lens=jnp.array([5, 1000], jnp.int32))
+    assert mosaic_gpu.prepare(too_long, 2, inputs.layout, inputs.case.spec).decode_lens.tolist() == [5, 0]
+
+
+class TestChoice:
+    SPEC = AttentionSpec(1.0)
+
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
+    def test_hopper_kernels_serve_bfloat16(self, head_dim):
+        assert choose("gpu", layout("gpu", 8, head_dim, 64, "bfloat16"), self.SPEC) == "mosaic_gpu"
+
+    @pytest.mark.parametrize(("fields", "reason"), [
+        ((8, 256, 64, "bfloat16"), "head_dim=256: at most 128"),
+        ((8, 128, 64, "float32"), "a pool of float32, not bfloat16, float16"),
+        ((8, 128, 48, "bfloat16"), "block_size=48: a multiple of 8 that divides the 64 keys of a tile"),
+    ], ids=["head of 256", "float32", "block of 48"])  # fmt: skip
+    def test_what_they_cannot_serve_falls_back_unless_it_was_asked_for(self, fields, reason):
+        refused = layout("gpu", *fields)
+        assert choose("gpu", refused, self.SPEC) == "xla"
+        with pytest.raises(NotImplementedError, match=reason):
+            choose("gpu", refused, self.SPEC, "mosaic_gpu")
+
+    def test_other_cards_fall_back(self, monkeypatch):
+        monkeypatch.setattr(mosaic_gpu, "_compute_capability", lambda: "8.0")
+        served = layout("gpu", 8, 128, 64, "bfloat16")
+        assert choose("gpu", served, self.SPEC) == "xla"
+        with pytest.raises(NotImplementedError, match="compute capability 8.0: the kernels are written for 9.0"):
+            choose("gpu", served, self.SPEC, "mosaic_gpu")
+
+    def test_tiles_beyond_shared_memory_are_refused_with_their_size(self):
+        tiles = GpuTiles(decode_keys=128, decode_stages=4)
+        with pytest.raises(NotImplementedError, match="decode kernel's tiles take .* KiB of 227 KiB"):
+            mosaic_gpu.validate(layout("gpu", 8, 128, 64, "bfloat16"), self.SPEC, tiles)

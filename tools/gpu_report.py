@@ -1,0 +1,216 @@
+"""What the GPU kernels and whole steps become in the real compilers, with no GPU: one JSON line a program.
+
+    python tools/gpu_report.py h100                        every kernel case
+    python tools/gpu_report.py h100 llama3-8b/mixed        some of them
+    python tools/gpu_report.py h100 --step llama3-8b       the whole forward step, smallest and largest bucket
+    python tools/gpu_report.py h100 --table                for people
+
+Needs jax's CUDA plugin and ptxas (`pip install jserve[compile]`).  One target a process: Mosaic GPU keeps kernels by their
+source, whatever the target.  A compile runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DUMP = "MOSAIC_GPU_DUMP_TO"
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync", "tma": "cp.async.bulk.tensor"}
+NUM_LAYERS, NUM_BLOCKS = 2, 2048
+
+
+@dataclass(frozen=True)
+class Shape:
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int = 64
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    dtype: str = "bfloat16"
+
+
+SHAPES = {
+    "llama3-8b": Shape(8, 4, 128),
+    "smollm2-135m": Shape(3, 3, 64, block_size=32),
+    "llama3-8b-tp8": Shape(1, 4, 128, block_size=128),
+    "llama3-70b-tp8": Shape(1, 8, 128, block_size=256),
+    "qwen3-30b-a3b": Shape(4, 8, 128, block_size=16),
+    "gpt-oss-20b-local": Shape(8, 8, 64, sliding_window=128, has_sinks=True),
+    "phi3-mini": Shape(32, 1, 96, block_size=16, sliding_window=2047),
+    "heads-of-80-capped": Shape(8, 4, 80, soft_cap=30.0),
+    "falcon-7b": Shape(1, 71, 64),
+}
+BUCKETS = {"mixed": (512, 64, False), "decode_1": (1, 1, True), "decode_256": (256, 256, True)}
+"""tokens, rows, decode only"""
+CASES = [f"{shape}/mixed" for shape in SHAPES] + ["llama3-8b/decode_1", "llama3-8b/decode_256"]
+STEP_BUCKETS = {"smallest": (8, 8, True), "largest": (2048, 64, False)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("target")
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--step", action="append", default=[], help="a model's whole step; may be repeated")
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args()
+    prepare_environment()
+    cases = arguments.cases or ([] if arguments.step else CASES)
+    programs = [(name, compile_kernels, (name,)) for name in cases]
+    programs += [(f"{model}/{name}", compile_step, (model, name)) for model in arguments.step for name in STEP_BUCKETS]
+    for name, compile_program, its_arguments in programs:
+        report = {"program": name, "target": arguments.target} | run(compile_program, arguments.target, *its_arguments)
+        print(table_row(report) if arguments.table else json.dumps(report), flush=True)
+
+
+def prepare_environment() -> None:
+    """Before jax starts: what its compilers write, and that no device is looked for."""
+    sys.path.insert(0, str(ROOT))
+    from pallas_kernels import targets
+
+    targets.configure_environment()
+    os.environ |= {DUMP: tempfile.mkdtemp(prefix="mosaic-gpu."), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+
+
+def run(compile_program, *arguments) -> dict:
+    """Compiles, and reads what the compilers wrote."""
+    folder = Path(os.environ[DUMP])
+    folder.mkdir(exist_ok=True)
+    started = time.process_time()
+    try:
+        compiled, pool = compile_program(*arguments)
+        memory, text = compiled.memory_analysis(), compiled.as_text()
+        dimensions = ",".join(map(str, pool.shape))
+        return {
+            "cpu_seconds": round(time.process_time() - started, 1),
+            "pool_bytes": pool.size * pool.dtype.itemsize,
+            "alias_bytes": memory.alias_size_in_bytes,
+            "argument_bytes": memory.argument_size_in_bytes,
+            "temporary_bytes": memory.temp_size_in_bytes,
+            "pool_copies": len(re.findall(rf"\[{dimensions}\]\S* (?:copy|copy-start)\(", text)),
+            "kernel_calls": text.count('custom_call_target="mosaic_gpu'),
+            "kernels": sorted(filter(None, map(read_kernel, folder.glob("*.ptx"))), key=lambda kernel: kernel["name"]),
+        }
+    finally:
+        shutil.rmtree(folder)
+
+
+def read_kernel(ptx_file: Path) -> dict:
+    """One kernel, out of its PTX and the assembler's log."""
+    ptx, log = ptx_file.read_text(), ptx_file.with_suffix(".ptxas").read_text(errors="replace")
+    passes = ptx_file.with_suffix(".mlir-passes.log").read_text(errors="replace")
+    shared = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
+    return {
+        "name": re.sub(r"_\d+$", "", ptx_file.stem),
+        "ptx_target": re.search(r"\.target (\S+?),?\s", ptx)[1],
+        "registers": int(re.search(r"Used (\d+) registers", log)[1]),
+        "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill stores", log))),
+        "stack_bytes": sum(map(int, re.findall(r"(\d+) bytes stack frame", log))),
+        "warnings": re.findall(r"warning.*", log),
+        "shared_bytes": int(shared[-1]) if shared else None,
+        "threads": int(re.search(r"\.(?:req|max)ntid (\d+)", ptx)[1]),
+        **{name: ptx.count(opcode) for name, opcode in INSTRUCTIONS.items()},
+    }
+
+
+def compile_kernels(target: str, case: str):
+    """One layer's attention: (compiled, pool)."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import targets
+    from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, layout, paged_attention, prepare
+
+    name, bucket = case.split("/")
+    shape, (num_tokens, num_rows, decode_only) = SHAPES[name], BUCKETS[bucket]
+    pool_layout = layout("gpu", shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
+    fields = shape.sliding_window, shape.soft_cap, shape.has_sinks, decode_only
+    spec = AttentionSpec(shape.head_dim**-0.5, *fields)
+    sinks = jnp.zeros(shape.num_kv_heads * shape.group) if shape.has_sinks else None
+
+    def step(q, k, v, pool, layer, batch):
+        metadata = prepare(batch, num_tokens, pool_layout, spec, "mosaic_gpu")
+        static = {"layout": pool_layout, "spec": spec, "implementation": "mosaic_gpu"}
+        return paged_attention(q, k, v, pool, layer, metadata, **static, sinks=sinks)
+
+    i32 = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32)
+    tokens = lambda heads: jax.ShapeDtypeStruct((num_tokens, heads, shape.head_dim), jnp.bfloat16)
+    q, kv = tokens(shape.num_kv_heads * shape.group), tokens(shape.num_kv_heads)
+    pool = jax.ShapeDtypeStruct(pool_layout.shape(NUM_LAYERS, NUM_BLOCKS), pool_layout.storage_dtype)
+    batch = RaggedBatch(i32(num_rows, 128), i32(num_rows), i32(num_rows + 1), i32())
+    return targets.compile_for(target, step, q, kv, kv, pool, i32(), batch, donate=(3,)), pool
+
+
+def compile_step(target: str, model: str, bucket: str):
+    """Forward, logits of one row a sequence, greedy ids; the pool donated: (compiled, pool)."""
+    import jax
+    import jax.numpy as jnp
+
+    from jserve.models import llama
+    from jserve.models.inputs import AttentionPlan, ForwardInputs
+    from pallas_kernels import targets
+    from pallas_kernels.paged_attention import RaggedBatch, layout
+
+    config, (num_tokens, num_rows, decode_only) = model_config(model), STEP_BUCKETS[bucket]
+    pool_layout = layout("gpu", config.num_kv_heads, config.head_dim, 64, "bfloat16")
+    plan = AttentionPlan("mosaic_gpu", (pool_layout,), decode_only)
+
+    def step(params, pool, inputs, sampled_rows):
+        hidden, (pool,) = llama.forward(params, config, (pool,), inputs, plan)
+        return jnp.argmax(llama.logits(params, config, hidden[sampled_rows]), -1), pool
+
+    i32 = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32)
+    placeholder = lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+    params = jax.tree.map(placeholder, llama.param_specs(config, "bfloat16"))
+    batch = RaggedBatch(i32(num_rows, 128), i32(num_rows), i32(num_rows + 1), i32())
+    pool = jax.ShapeDtypeStruct(pool_layout.shape(config.num_layers, 1024), pool_layout.storage_dtype)
+    inputs = ForwardInputs(i32(num_tokens), i32(num_tokens), (batch,))
+    return targets.compile_for(target, step, params, pool, inputs, i32(num_rows), donate=(1,)), pool
+
+
+def model_config(name: str):
+    from jserve.models.config import from_hf
+
+    common = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+    return from_hf(common | {
+        "smollm2-135m": {
+            "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+            "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "rope_theta": 100000.0,
+            "tie_word_embeddings": True,
+        },
+        "llama3-8b": {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+            "tie_word_embeddings": False,
+        },
+    }[name])  # fmt: skip
+
+
+def table_row(report: dict) -> str:
+    lines = []
+    for kernel in report["kernels"]:
+        cells = (
+            report["program"], report["target"], kernel["name"], kernel["ptx_target"], kernel["wgmma"], kernel["tma"],
+            kernel["threads"], kernel["registers"], kernel["spill_bytes"], kernel["shared_bytes"],
+        )  # fmt: skip
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    mib = lambda name: f"{report[name] / 2**20:.1f} MiB"
+    lines.append(
+        f"  pool {mib('pool_bytes')}, aliased {mib('alias_bytes')}, copies {report['pool_copies']}, "
+        f"temporaries {mib('temporary_bytes')}, arguments {mib('argument_bytes')}, {report['cpu_seconds']} s of CPU"
+    )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
