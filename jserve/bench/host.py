@@ -23,7 +23,7 @@ from jserve.runner.compile_plan import StepShape
 from jserve.runner.fake_runner import FakeRunner
 from jserve.runner.sampling_rows import SamplingRows
 from jserve.scheduler import PolicySettings, Scheduler, SchedulerLimits, Sequence, StepPlan
-from jserve.scheduler.buckets import powers_up_to
+from jserve.scheduler.buckets import default_sequence_buckets, default_token_buckets
 
 PHASES = ("schedule", "build", "apply")
 
@@ -89,7 +89,7 @@ class _Host:
             num_slots=slots,
             max_blocks_per_seq=-(-longest // size),
         )
-        limits = SchedulerLimits(self._budget, slots, powers_up_to(16, self._budget), powers_up_to(1, slots))
+        limits = SchedulerLimits(self._budget, slots, default_token_buckets(self._budget), default_sequence_buckets(slots))
         self.scheduler = Scheduler(limits, self.blocks, policy=PolicySettings(load.policy))
         self._runner = FakeRunner(slots)
         self._rows = SamplingRows(slots, vocab_size=1000)

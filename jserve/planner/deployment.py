@@ -10,7 +10,7 @@ import numpy as np
 from jserve.config import ConfigError
 from jserve.planner.capacity import Memory, plan_memory
 from jserve.planner.roofline import Roofline
-from jserve.scheduler.buckets import powers_up_to
+from jserve.scheduler.buckets import default_sequence_buckets, default_token_buckets
 
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 
@@ -183,7 +183,7 @@ def recommend(roofline: Roofline, memory: Memory, question: Question) -> Recomme
         and roofline.decode(2 * num_seqs, question.mean_length).seconds <= question.target_tbt_s
     ):
         num_seqs *= 2
-    return Recommended(budget, num_seqs, powers_up_to(16, budget), powers_up_to(1, num_seqs))
+    return Recommended(budget, num_seqs, default_token_buckets(budget), default_sequence_buckets(num_seqs))
 
 
 def _chunks(roofline: Roofline, prompt: int, size: int) -> list[Chunk]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jserve.config import Config, ConfigError
 from jserve.sampling.sampler import VARIANTS, SamplerVariant
-from jserve.scheduler.buckets import powers_up_to
+from jserve.scheduler.buckets import default_sequence_buckets, default_token_buckets
 
 SCORED_ROWS = 64
 """Prompt positions that one scorer call handles: bounds the logits of prompt_logprobs to SCORED_ROWS x vocabulary."""
@@ -89,15 +89,20 @@ def make_compile_plan(config: Config) -> CompilePlan:
     budget = scheduler.max_num_batched_tokens
     num_slots = min(scheduler.max_num_seqs, budget)
     return CompilePlan(
-        token_buckets=_checked("compile.token_buckets", config.compile.token_buckets, 16, budget),
-        sequence_buckets=_checked("compile.sequence_buckets", config.compile.sequence_buckets, 1, num_slots),
+        token_buckets=_checked(
+            "compile.token_buckets", config.compile.token_buckets, default_token_buckets(budget)
+        ),
+        sequence_buckets=_checked(
+            "compile.sequence_buckets", config.compile.sequence_buckets, default_sequence_buckets(num_slots)
+        ),
         num_slots=num_slots,
     )
 
 
-def _checked(key: str, buckets: tuple[int, ...] | None, smallest: int, largest: int) -> tuple[int, ...]:
+def _checked(key: str, buckets: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:
     if buckets is None:
-        return powers_up_to(smallest, largest)
+        return default
+    largest = default[-1]
     for size in buckets:
         if not 1 <= size <= largest:
             raise ConfigError(f"{key} = {list(buckets)}: {size} is not between 1 and {largest}")

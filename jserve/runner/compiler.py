@@ -49,14 +49,14 @@ def compile_all(
     num_threads: int,
     progress: Callable[[int, int], None],
     store: ExecutableStore | None = None,
-    options: Mapping[str, Any] | None = None,
+    options: Callable[[Any], Mapping[str, Any]] = lambda program: {},
 ) -> dict[Any, jax.stages.Compiled]:
     """An executable for every job, several at a time: from the store where it has one, else lowered and compiled.
 
     Args:
       jobs: program (its str is its name) -> function that lowers it.
       progress: called with (done, total).
-      options: compiler options.
+      options: compiler options of a program.
     Returns:
       program -> executable, in the order of `jobs`.
     """
@@ -68,7 +68,7 @@ def compile_all(
         program, lower = item
         compiled = None if store is None else store.load(str(program))
         if compiled is None:
-            compiled = lower().compile(compiler_options=dict(options or {}))
+            compiled = lower().compile(compiler_options=dict(options(program)))
             if store is not None:
                 store.save(str(program), compiled)
         with lock:

@@ -227,16 +227,24 @@ class ProgramSet:
         self, params: ServedParams, num_threads: int, progress: Callable[[int, int], None], store: ExecutableStore | None = None
     ) -> None:
         """Makes every program of the plan ready to run; `store` has executables of earlier starts."""
-        self._compiled = compile_all(self.jobs(params), num_threads, progress, store, self._compiler_options())
+        self._compiled = compile_all(self.jobs(params), num_threads, progress, store, self._compiler_options)
         self.shaping.use(self._compiled)
         for shape in self._forward:
             self._compiled_forward[shape] = {
                 key[1]: program for key, program in self._compiled.items() if isinstance(key, tuple) and key[0] == shape
             }
 
-    def _compiler_options(self) -> dict[str, Any]:
-        """On CPU the costly LLVM passes are left out: a quarter of the compile time, and no difference in speed."""
-        return {"xla_llvm_disable_expensive_passes": True} if self._layouts[0].platform == "cpu" else {}
+    def _compiler_options(self, program: Any) -> dict[str, Any]:
+        """On CPU, where a start would otherwise be mostly compiling, what costs compile time and no speed is off: one
+        LLVM module a program, no costly passes, and, where little is computed, the older and quicker emitter of
+        elementwise code (which is a sixth slower in the layers of large steps)."""
+        if self._layouts[0].platform != "cpu":
+            return {}
+        options = {"xla_cpu_parallel_codegen_split_count": 1}
+        is_large = isinstance(program, tuple) and program[1] == "layer" and program[0].num_tokens > 64
+        if is_large:
+            return options | {"xla_llvm_disable_expensive_passes": True}
+        return options | {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 2}
 
     def fingerprint(self, params: ServedParams) -> str:
         """Equal only where all programs are."""

@@ -23,6 +23,21 @@ def powers_up_to(smallest: int, largest: int) -> tuple[int, ...]:
     return tuple(sizes) + (largest,)
 
 
+def default_token_buckets(budget: int) -> tuple[int, ...]:
+    """Sizes of mixed steps where the config names none."""
+    return powers_up_to(16, budget)
+
+
+def default_sequence_buckets(num_slots: int) -> tuple[int, ...]:
+    """Sizes of decode steps where the config names none: one row, for a lone stream, then 8 and its doubles.  Rows
+    below 8 are cheap: a step reads all weights anyhow, and a TPU's registers hold 8 rows.
+
+    >>> default_sequence_buckets(48)
+    (1, 8, 16, 32, 48)
+    """
+    return tuple(sorted({1, *powers_up_to(min(8, num_slots), num_slots)}))
+
+
 def bucket_for(buckets: tuple[int, ...], needed: int) -> int:
     """The smallest bucket that holds `needed`.
 

@@ -11,7 +11,7 @@ from jserve.kv import BlockManager, GroupSpec
 from jserve.request import Sampling
 from jserve.runner.fake_runner import FakeRunner
 from jserve.scheduler import PolicySettings, Scheduler, SchedulerLimits, Sequence
-from jserve.scheduler.buckets import powers_up_to
+from jserve.scheduler.buckets import default_sequence_buckets, default_token_buckets
 from jserve.simulator.steps import Outcome, SimStep
 from jserve.simulator.workload import SimRequest
 
@@ -109,8 +109,8 @@ def make_scheduler(settings: EngineSettings, blocks: BlockManager, clock) -> Sch
     limits = SchedulerLimits(
         max_num_batched_tokens=budget,
         max_num_seqs=settings.max_num_seqs,
-        token_buckets=settings.token_buckets or powers_up_to(16, budget),
-        sequence_buckets=settings.sequence_buckets or powers_up_to(1, num_slots),
+        token_buckets=settings.token_buckets or default_token_buckets(budget),
+        sequence_buckets=settings.sequence_buckets or default_sequence_buckets(num_slots),
         step_cost_tokens=settings.step_cost_tokens,
     )
     return Scheduler(limits, blocks, clock, settings.policy)
