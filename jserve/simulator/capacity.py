@@ -7,7 +7,7 @@ import functools
 import html
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -168,14 +168,19 @@ def compare(
     on_done: Callable[[Capacity], None] = lambda capacity: None,
     **search,
 ) -> list[Capacity]:
-    """Every system at every target.  Those in `at_target` are made anew for each target, as they adapt to it."""
+    """Every system at every target, tightest first.  Those in `at_target` are made anew for each target, as they adapt
+    to it; what such a system reaches under a tighter target counts for a looser one too, which it then keeps as well."""
     found = []
     for name in makers:
         rate = search.pop("first", 8.0)
-        for target in targets_s:
+        best = 0.0
+        for target in sorted(targets_s):
             make = functools.partial(at_target[name], target) if name in at_target else makers[name]
             one = find_capacity(name, make, lengths, step_seconds, target, first=rate, **search)
             rate = one.rate or rate  # the next target's is not far
+            if name in at_target:
+                best = max(best, one.rate)
+                one = replace(one, rate=best)
             found.append(one)
             on_done(one)
     return found
