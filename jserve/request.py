@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 
 class Code(enum.Enum):
@@ -137,6 +138,14 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
+class StructuredOutput:
+    """The one of json_schema, json_object, regex, grammar and choice that was asked for."""
+
+    field: str
+    value: str | bool | tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Sampling:
     """`SamplingParams` after defaults and validation: every field has its final value and is supported."""
 
@@ -169,6 +178,9 @@ class Sampling:
     """Empty: every token."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be completed in the output."""
+    structured: StructuredOutput | None = None
+    grammar: Any = None
+    """`structured`, compiled: a jserve.grammar.Grammar, set by the engine."""
     n: int = 1
     """Outputs that are sent."""
     best_of: int = 1
@@ -178,7 +190,8 @@ class Sampling:
     def is_shaped(self) -> bool:
         """Whether it changes logits before temperature, beyond the ban of min_tokens."""
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
-        return penalties != (1.0, 0.0, 0.0) or bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+        masks = self.logit_bias or self.allowed_token_ids or self.bad_words or self.structured
+        return penalties != (1.0, 0.0, 0.0) or bool(masks)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Every front end (gRPC, the offline API, `batch`) comes through `generate`, so th
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
@@ -21,6 +22,7 @@ from jserve.engine.info import Loads, ModelInfo
 from jserve.engine.loop import EngineLoop
 from jserve.engine.profile import Profiler
 from jserve.engine.streams import OutputThread, RequestStream
+from jserve.grammar import GrammarCompiler
 from jserve.kv.block_keys import sequence_salt
 from jserve.metrics import Histograms, LoadsCollector, RequestCounts
 from jserve.request import Code, GenerateRequest, GenerateUpdate, RequestError, Sampling, invalid
@@ -58,6 +60,7 @@ class AsyncEngine:
         """With every automatic value resolved."""
         self.limits = limits
         self.tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer, limits.eos_token_ids)
         self.counts = counts
         self.metrics_registry = histograms.registry
         histograms.registry.register(LoadsCollector(self.loads, info.name))
@@ -171,6 +174,9 @@ class AsyncEngine:
         try:
             prompt = truncate_prompt(request.sampling_params, await self._prompt_token_ids(request))
             sampling = resolve(request.sampling_params, self.limits, len(prompt))
+            if sampling.structured is not None:
+                grammar = await asyncio.to_thread(self._grammars.compile, sampling.structured)
+                sampling = dataclasses.replace(sampling, grammar=grammar)
             self._refuse_unless_ready()
             if request.deadline is not None and request.deadline <= time.monotonic():
                 raise RequestError(Code.DEADLINE_EXCEEDED, "the deadline had passed before the request could be queued")

@@ -61,11 +61,13 @@ def _append_tokens(plan: StepPlan, output: StepOutput, result: StepResult) -> No
     """The step's tokens to their sequences; every row of a large batch comes through here, so it is kept lean."""
     sampled, token_ids = plan.sampled_sequences(), output.token_ids.tolist()
     rows = list(range(len(sampled)))
-    broken = () if output.is_sound is None or output.is_sound.all() else np.flatnonzero(~output.is_sound).tolist()
+    broken = dict(output.errors or {})
+    if output.is_sound is not None and not output.is_sound.all():
+        for row in np.flatnonzero(~output.is_sound).tolist():
+            broken.setdefault(row, RequestError(Code.INTERNAL, "the model gave no numbers for this request"))
     dropped = {row for row, sequence in enumerate(sampled) if sequence.state is FINISHED}
-    for row in broken:
+    for row, error in broken.items():
         if row not in dropped:
-            error = RequestError(Code.INTERNAL, "the model gave no numbers for this request")
             result.failed.append((sampled[row], error))
             dropped.add(row)
     if dropped:

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
+from jserve.request import RequestError
 from jserve.runner.batch import build
 from jserve.runner.compile_plan import SCORED_ROWS, StepShape
 from jserve.runner.forward import ServedParams
+from jserve.runner.grammar_state import GrammarState
 from jserve.runner.programs import NUM_SWAPPED, ProgramSet, SampledColumns
 from jserve.runner.sampling_rows import SamplingRows
 from jserve.sampling.sampler import SamplerVariant
@@ -38,7 +40,14 @@ class _InFlight:
     launched: float
     sampled: jax.Array | None  # i32[R, columns]
     variant: SamplerVariant | None
+    errors: dict[int, RequestError]  # of sampled rows
     scored: list[_Scored]
+
+    def sampled_id(self, slot: int, epoch: int) -> int:
+        """The id that a slot's occupant samples in this step; waits for it."""
+        rows = self.plan.sampling_rows
+        [at] = np.flatnonzero((self.plan.slots[rows] == slot) & (self.plan.epochs[rows] == epoch))
+        return int(np.asarray(self.sampled)[at, 0])
 
 
 class ModelRunner:
@@ -53,6 +62,7 @@ class ModelRunner:
         self._params = params
         self._tables = tables
         self._sampling = SamplingRows(programs.num_slots, programs.vocab_size)
+        self._grammars = GrammarState(programs.num_slots, programs.vocab_size)
         self._in_flight: deque[_InFlight] = deque()
         self._last_collected = 0.0
         self._host = programs.host_blocks()
@@ -102,11 +112,12 @@ class ModelRunner:
             shape, self._params, self._pools, self._slot_tokens, packed
         )
         sampled = variant = None
+        errors: dict[int, RequestError] = {}
         if len(plan.sampling_rows):
             variant = self._sampling.variant(plan.slots[plan.sampling_rows])
-            sampled = self._sample(plan, variant, sample_hidden)
+            sampled, errors = self._sample(plan, variant, sample_hidden)
         scored = self._score_prompts(plan, shape, hidden)
-        self._in_flight.append(_InFlight(plan, launched, sampled, variant, scored))
+        self._in_flight.append(_InFlight(plan, launched, sampled, variant, errors, scored))
 
     def collect(self) -> StepOutput:
         """Waits for the oldest launched step."""
@@ -117,6 +128,7 @@ class ModelRunner:
             output.token_ids = columns.token_ids
             output.logprobs = columns.logprobs
             output.is_sound = columns.is_sound
+            output.errors = step.errors
             if step.variant.logprobs:
                 output.ranks, output.top_ids, output.top_logprobs = columns.ranks, columns.top_ids, columns.top_logprobs
         else:
@@ -131,23 +143,30 @@ class ModelRunner:
 
     def _enter(self, sequence: Sequence) -> None:
         self._sampling.enter(sequence)
+        self._grammars.enter(sequence)
         dense_row = self._sampling.shaping.enter(sequence)
         if dense_row is not None:
             self._shaping_rows = self._programs.shaping.set_row(self._shaping_rows, sequence.slot, dense_row)
 
-    def _sample(self, plan: StepPlan, variant: SamplerVariant, sample_hidden: jax.Array) -> jax.Array:
-        """Starts head and sampler of a step; the sampler's packed output."""
+    def _sample(
+        self, plan: StepPlan, variant: SamplerVariant, sample_hidden: jax.Array
+    ) -> tuple[jax.Array, dict[int, RequestError]]:
+        """Starts head and sampler of a step; the sampler's packed output, and errors of rows that cannot go on."""
         programs, rows = self._programs, plan.sampling_rows
         logits = programs.logits(bucket_for(programs.plan.head_rows, len(rows)), self._params, sample_hidden)
         packed = self._sampling.build(plan, len(logits))
         shaping = shaped = None
+        errors: dict[int, RequestError] = {}
         if self._sampling.shaping.is_shaped(plan.slots[rows]):
             shaping = self._sampling.shaping.build(plan, len(logits))
-            shaped = programs.shaping.shape(logits, self._shaping_rows, self._slot_tokens, shaping)
+            bits, errors = self._grammars.masks(  # while forward pass and head run
+                plan, len(logits), lambda row: self._in_flight[-1].sampled_id(plan.slots[row], plan.epochs[row])
+            )
+            shaped = programs.shaping.shape(logits, self._shaping_rows, self._slot_tokens, shaping, bits)
         self._slot_tokens, sampled = programs.sample(variant, logits, self._slot_tokens, packed, shaped)
         if shaping is not None:
             self._shaping_rows = programs.shaping.count(self._shaping_rows, self._slot_tokens, shaping)
-        return sampled
+        return sampled, errors
 
     def _score_prompts(self, plan: StepPlan, shape: StepShape, hidden: jax.Array) -> list[_Scored]:
         """Starts scoring the prompt tokens of rows that asked for prompt_logprobs, SCORED_ROWS positions a call."""

@@ -39,19 +39,20 @@ class ShapingState:
         self._num_slots = num_slots
         self._vocab_size = vocab_size
         self._is_shaped = np.zeros(num_slots, bool)
+        self._dense_rows = np.full(num_slots, num_slots, np.int32)  # num_slots: the neutral row
         self._penalties = np.ones((num_slots, 3), np.float32)
         self._bad_words: list[tuple[tuple[int, ...], ...]] = [()] * num_slots
 
     def enter(self, sequence: Sequence) -> DenseRow | None:
         """Takes over a sequence that entered its slot; its dense row, or None where it needs none."""
         slot, sampling = sequence.slot, sequence.sampling
+        penalties = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
         self._is_shaped[slot] = sampling.is_shaped
-        self._bad_words[slot] = ()
-        if not sampling.is_shaped:
-            return None
-        self._penalties[slot] = sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+        self._penalties[slot] = penalties
         self._bad_words[slot] = tuple(word for word in sampling.bad_words if len(word) > 1)
-        return self._dense_row(sequence)
+        needs_row = penalties != (1, 0, 0) or sampling.logit_bias or sampling.allowed_token_ids or sampling.bad_words
+        self._dense_rows[slot] = slot if needs_row else self._num_slots
+        return self._dense_row(sequence) if needs_row else None
 
     def is_shaped(self, slots: np.ndarray) -> bool:
         """Whether any of the slots asks for something."""
@@ -64,7 +65,7 @@ class ShapingState:
             slot = int(plan.slots[row])
             if not self._is_shaped[slot]:
                 continue
-            packed[at, 0] = slot
+            packed[at, 0] = self._dense_rows[slot]
             packed[at, 1:4] = self._penalties[slot].view(np.int32)
             if self._bad_words[slot]:
                 ends = _word_ends(self._bad_words[slot], plan.sequences[row], int(plan.output_index[row]))

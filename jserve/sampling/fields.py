@@ -158,11 +158,11 @@ FIELDS: Mapping[str, FieldRule] = MappingProxyType({
     "prompt_logprobs": FieldRule(_LOGPROBS, supported=True),
     "skip_special_tokens": FieldRule(boolean, supported=True),
     "truncate_prompt_tokens": FieldRule(integer(1, 2**63 - 1, "must be 1 or larger"), supported=True),
-    "json_schema": FieldRule(text(), supported=False),
-    "json_object": FieldRule(boolean, supported=False, neutral=False),
-    "regex": FieldRule(text(), supported=False),
-    "grammar": FieldRule(text(), supported=False),
-    "choice": FieldRule(each(text(), limits.MAX_CHOICES), supported=False, neutral=()),
+    "json_schema": FieldRule(text(), supported=True),
+    "json_object": FieldRule(boolean, supported=True),
+    "regex": FieldRule(text(), supported=True),
+    "grammar": FieldRule(text(), supported=True),
+    "choice": FieldRule(each(text(), limits.MAX_CHOICES), supported=True),
 })
 
 SUPPORTED: Mapping[str, bool] = MappingProxyType({name: rule.supported for name, rule in FIELDS.items()})

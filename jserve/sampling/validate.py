@@ -11,11 +11,21 @@ import secrets
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from jserve.request import GenerateRequest, Message, RequestError, Sampling, SamplingParams, invalid
+from jserve.request import (
+    GenerateRequest,
+    Message,
+    RequestError,
+    Sampling,
+    SamplingParams,
+    StructuredOutput,
+    invalid,
+)
 from jserve.sampling import fields, limits
 from jserve.sampling.bad_words import token_sequences
 from jserve.sampling.limits import ModelLimits
 
+_STRUCTURED = ("json_schema", "json_object", "regex", "grammar", "choice")
+_UNDEFINED_WITH_STRUCTURED = ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words")
 _DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -41,6 +51,7 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
     banned = tuple(sorted(stop_token_ids | set(model.eos_token_ids))) if min_tokens else ()
     if banned and not set(range(min(model.num_sampled_tokens, len(banned) + 1))) - set(banned):
         raise invalid(_path("min_tokens"), min_tokens, "EOS and stop_token_ids leave no token to sample below it")
+    structured = _structured(asked)
     bad_words = bad_word_ids(asked["bad_words"], model)
     _check_tokens_left(asked["allowed_token_ids"], bad_words, banned, model)
     top_k = max(_or(asked["top_k"], 0), 0)
@@ -67,6 +78,7 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
         logit_bias=asked["logit_bias"] or (),
         allowed_token_ids=asked["allowed_token_ids"] or (),
         bad_words=bad_words,
+        structured=structured,
         n=n,
         best_of=best_of,
     )
@@ -149,6 +161,20 @@ def _read_fields(params: SamplingParams, model: ModelLimits) -> dict[str, Any]:
         if not rule.supported and read != rule.neutral:
             raise invalid(path, value, f"{field.name} is not supported yet{origin}")
     return asked
+
+
+def _structured(asked: dict[str, Any]) -> StructuredOutput | None:
+    """The one constraint on the output's form.  What would contradict it is refused."""
+    given = [name for name in _STRUCTURED if asked[name]]
+    if not given:
+        return None
+    if len(given) > 1:
+        raise invalid(_path(given[1]), asked[given[1]], f"only one of {', '.join(_STRUCTURED)} may be set; so is {given[0]}")
+    for name in _UNDEFINED_WITH_STRUCTURED:
+        if asked[name]:
+            raise invalid(_path(name), asked[name], f"has no meaning with {given[0]}, which alone decides which tokens "
+                          "may come and when the output ends")
+    return StructuredOutput(given[0], asked[given[0]])
 
 
 def _refuse_ids_beyond(vocab_size: int, path: str, token_ids: Iterable[int]) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jserve.request import RequestError
 from jserve.scheduler.sequence import Sequence
 
 
@@ -60,6 +61,7 @@ class StepOutput:
     ranks: np.ndarray | None = None  # i32[sampled]
     top_ids: np.ndarray | None = None  # i32[sampled, 20]
     top_logprobs: np.ndarray | None = None  # f32[sampled, 20]
+    errors: dict[int, RequestError] | None = None  # of sampled rows (by place in token_ids) that cannot go on
     prompt_scores: list[PromptScores] | None = None
     device_seconds: float = 0.0
 
