@@ -42,12 +42,19 @@ async def _serve(config: Config) -> int:
         http = f"; HTTP on {server.http_url}" if server.http_url else ""
         report.line(
             f"ready after {time.perf_counter() - began:.1f} s; gRPC on {server.address}{http}; stop with Ctrl-C")
-        report.line(f"try: jserve chat --address {_reachable(server.address)}")
+        report.line(f"try: jserve chat --address {_reachable(server.address)}{_access_flags(config)}")
 
     try:
         return await serve(lambda: start_engine(config, report), config, on_ready=on_ready, front=http_front)
     finally:
         report.close()
+
+
+def _access_flags(config: Config) -> str:
+    """What a client has to show this server, as flags of `jserve chat`."""
+    flags = [("--tls-ca CA.pem", config.server.tls_cert), ("--tls-cert CERT.pem --tls-key KEY.pem",
+             config.server.tls_client_ca), ("--token-file FILE", config.server.auth_file)]
+    return "".join(f" {flag}" for flag, is_needed in flags if is_needed)
 
 
 def _reachable(address: str) -> str:

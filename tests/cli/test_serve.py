@@ -10,6 +10,8 @@ import textwrap
 import pytest
 
 from jserve.cli import main as cli
+from jserve.cli import serve
+from jserve.config import Config
 from jserve.server.client import Client
 from tests.support.fake_engine import whole_text
 
@@ -48,6 +50,12 @@ def start(repository_root):
     for process in processes:
         process.kill()
         process.wait()
+
+
+def test_the_line_to_try_names_what_a_client_has_to_show():
+    section = Config().replace("server", tls_cert="c", tls_key="k", auth_file="a")
+    assert serve._access_flags(Config()) == ""
+    assert serve._access_flags(section) == " --tls-ca CA.pem --token-file FILE"
 
 
 def test_the_start_is_told_and_ends_with_the_line_to_try(start):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import signal
 import time
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import pytest
 from jserve.config import ConfigError
 from tests.support.fake_engine import FakeEngine, whole_text
 from tests.support.grpc_server import http_server_process, serving, until
-from tests.support.http_server import ask, http_serving, openai_client, post
+from tests.support.http_server import ask, events, http_serving, openai_client, post
 
 MODEL = "fake-model"
 ENDLESS = {"prompt": "p", "max_tokens": 10**6}
@@ -78,6 +79,40 @@ async def test_a_client_that_leaves_aborts_its_requests(stream, when):
         writer.transport.abort()
         await until(lambda: not engine.running and len(engine.aborted) == 2, timeout_s=1.0)
         await until(lambda: not len(server.state.calls), timeout_s=1.0)
+
+
+async def test_200_streams_that_leave_at_random_moments_leave_nothing_behind():
+    engine, draw = FakeEngine(step_s=0.002, max_running=50), random.Random(1)
+    async with http_serving(engine) as (server, client):
+        address = urlsplit(server.http_url)
+
+        async def start_and_leave(stream: bool, wait_s: float) -> None:
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+            body = json.dumps({**ENDLESS, "stream": stream}).encode()
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                         b"Content-Length: %d\r\n\r\n%s" % (len(body), body[: draw.choice((len(body), 20))]))
+            await asyncio.sleep(wait_s)
+            writer.transport.abort()
+
+        await asyncio.gather(*(start_and_leave(draw.random() < 0.7, draw.random() * 0.4) for _ in range(200)))
+        await until(lambda: not server.state.calls and not engine.running and not engine.waiting, timeout_s=2.0)
+        assert sorted(engine.aborted) == sorted(request.request_id for request in engine.requests)
+        answers = await asyncio.gather(*(
+            client.completions.create(model=MODEL, prompt="p", max_tokens=4) for _ in range(8)))
+        assert {answer.choices[0].text for answer in answers} == {whole_text(4)}
+
+
+async def test_300_short_streams_are_whole_and_end_once():
+    async with http_serving(FakeEngine()) as (server, _):
+        answers = await asyncio.gather(*(
+            post(server, "/v1/completions", {"prompt": "p", "max_tokens": 1 + n % 5, "stream": True,
+                                             "stream_options": {"include_usage": True}}) for n in range(300)))
+    for number, answer in enumerate(answers):
+        *pieces, last, done = events(answer)
+        count = 1 + number % 5
+        assert done == "[DONE]" and last["usage"]["completion_tokens"] == count
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == whole_text(count)
+        assert [piece["choices"][0]["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
 
 
 async def test_the_first_refused_prompt_ends_its_siblings():

@@ -146,6 +146,14 @@ async def test_n_samples_differ_and_are_those_of_grpc(engine):
     assert len(set(texts.values())) == 3
 
 
+async def test_no_tokens_asked_for_is_the_prompt_alone(engine):
+    async with serving(engine, http_port=0) as (server, _), openai_client(server) as client:
+        answer = await client.completions.create(model="tiny", prompt=TEXT, max_tokens=0)
+        echoed = await client.completions.create(model="tiny", prompt=TEXT, max_tokens=0, echo=True)
+    assert (answer.choices[0].text, echoed.choices[0].text) == ("", TEXT)
+    assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 0
+
+
 async def test_a_harness_generates_until_a_stop(engine):
     async with serving(engine, http_port=0) as (server, _):
         body = {"model": "tiny", "prompt": [engine.tokenizer.encode(TEXT, add_special=False)], "max_tokens": 20,
