@@ -117,6 +117,8 @@ class ServerSection:
     """A log line for each request that ended: id, counts and times; never prompts or outputs."""
     log_format: str = "text"
     """text, or json: one object a line."""
+    otlp_endpoint: str | None = None
+    """Where OpenTelemetry spans of requests go, such as http://127.0.0.1:4318/v1/traces. unset: none."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests get to finish after SIGTERM or Drain."""
     max_message_bytes: int = 64 * 1024 * 1024

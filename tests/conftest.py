@@ -11,6 +11,10 @@ import pytest
 SELECTED_BY_NAME_ONLY = ("soak", "compile")
 
 
+def pytest_addoption(parser):
+    parser.addoption("--soak-minutes", type=float, default=15.0, help="length of the soak test of memory")
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves soak and compile tests out unless -m names them (`-m soak`)."""
     expression = config.getoption("markexpr") or ""

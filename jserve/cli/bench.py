@@ -14,7 +14,7 @@ from collections.abc import Callable
 from jserve.bench import latency, startup, throughput
 from jserve.bench.driver import engine_stream, measure
 from jserve.bench.load import RandomLoad, ordinary_token_ids
-from jserve.cli import bench_compare, bench_host, bench_serve, bench_simulate
+from jserve.cli import bench_compare, bench_host, bench_kernels, bench_serve, bench_simulate
 from jserve.cli.bench_flags import add_load_flags, add_startup_flags
 from jserve.cli.bench_load import deliver, load_from, save
 from jserve.cli.command import Command
@@ -23,7 +23,6 @@ from jserve.cli.progress import StartReport
 from jserve.config import Config, ConfigError
 from jserve.local_engine import start_engine
 
-NOT_BUILT = ("kernels",)
 STARTUP_PROMPT_TOKENS = 16
 
 USAGE = """\
@@ -34,10 +33,10 @@ usage: jserve bench MODE [flags]        jserve bench MODE --help tells more
   throughput   output tokens a second of the engine in this process, many requests at once
   latency      what a single stream feels: time to first token, time per token, percentiles
   startup      seconds from launch to ready and to the first token, cold and warm, by phase
+  kernels      attention on this device, beside what it copies and multiplies
   host         what the host does for a step: schedule, build, apply, at so many running and waiting
   simulate     thousands of requests through the real scheduler over a device that only takes time
-
-Not built yet: {not_built}."""
+"""
 
 
 def find(rest: list[str]) -> tuple[str, Command | None, list[str]]:
@@ -46,15 +45,13 @@ def find(rest: list[str]) -> tuple[str, Command | None, list[str]]:
     if mode in COMMANDS:
         return f"bench {mode}", COMMANDS[mode], rest[1:]
     if mode in ("-h", "--help"):
-        print(USAGE.format(not_built=", ".join(NOT_BUILT)))
-    elif mode in NOT_BUILT:
-        print(f"jserve: `jserve bench {mode}` is not built yet\ntry: jserve bench --help", file=sys.stderr)
+        print(USAGE)
     elif mode:
         near = difflib.get_close_matches(mode, COMMANDS, n=1, cutoff=NEAR)
         hint = f"; did you mean {near[0]}?" if near else ""
         print(f"jserve: unknown bench mode {mode!r}{hint}\ntry: jserve bench --help", file=sys.stderr)
     else:
-        print(USAGE.format(not_built=", ".join(NOT_BUILT)), file=sys.stderr)
+        print(USAGE, file=sys.stderr)
     return "bench", None, rest
 
 
@@ -159,6 +156,7 @@ COMMANDS = {
         add_arguments=add_startup_flags,
         run=_run_startup,
     ),
+    "kernels": bench_kernels.COMMAND,
     "host": bench_host.COMMAND,
     "simulate": bench_simulate.COMMAND,
 }

@@ -21,6 +21,7 @@ from jserve.engine.channel import Channel, merge
 from jserve.engine.info import Loads, ModelInfo
 from jserve.engine.loop import EngineLoop
 from jserve.engine.profile import Profiler
+from jserve.engine.spans import spans_to
 from jserve.engine.streams import OutputThread, RequestStream
 from jserve.grammar import GrammarCompiler
 from jserve.kv.block_keys import sequence_salt
@@ -71,6 +72,7 @@ class AsyncEngine:
         self._bytes_per_block = bytes_per_block
         self._compiles_after_ready = compiles_after_ready
         self._profiler = Profiler(Path(config.compile.cache_dir) / "profiles", lambda: loop.totals.num_steps)
+        self._spans = spans_to(config.server.otlp_endpoint, info.name)
         self._streams: dict[str, RequestStream | None] = {}
         self._state = "starting"
 
@@ -108,6 +110,8 @@ class AsyncEngine:
     def stop(self) -> None:
         self._state = "stopped"
         self._profiler.close()
+        if self._spans is not None:
+            self._spans.close()
         self._loop.stop()
         self._outputs.stop()
 
@@ -140,6 +144,8 @@ class AsyncEngine:
             if not stream.done:
                 self._loop.abort(stream.request_id)
             request_log.ended(stream.request_id, update, time.perf_counter() - began, failure)
+            if self._spans is not None:
+                self._spans.ended(stream.request_id, update, failure)
 
     async def generate_all(self, request: GenerateRequest) -> GenerateUpdate:
         """The whole answer as one update."""

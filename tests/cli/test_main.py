@@ -36,7 +36,6 @@ def raising(error):
         (["replay", "no-such-file"], 1),
         (["bench"], 2),
         (["bench", "--help"], 0),
-        (["bench", "kernels"], 2),
         (["bench", "latencyy"], 2),
         (["bench", "latency", "--help"], 0),
         (["serve", "--prot", "1"], 2),
@@ -57,7 +56,7 @@ def test_every_command_explains_itself(capsys, command):
 
 
 def test_what_is_not_built_says_so(capsys):
-    for argv in (["convert"], ["bench", "kernels"]):
+    for argv in (["convert"],):
         cli.main(argv)
         assert "is not built yet" in capsys.readouterr().err
 
