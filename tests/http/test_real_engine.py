@@ -1,6 +1,7 @@
 """HTTP over a real, tiny engine: the same answers as gRPC, cached tokens, tools, and what evaluation harnesses ask."""
 
 import asyncio
+import json
 import math
 
 import numpy as np
@@ -184,6 +185,25 @@ async def test_a_template_without_tools_refuses_them(engine):
             await client.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "x"}], tools=[tool])
         assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize("temperature", [0, 1.5])
+async def test_response_format_holds(engine, temperature):
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}},
+              "required": ["ok", "n"], "additionalProperties": False}
+    ask = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "temperature": temperature, "seed": 1,
+           "max_tokens": 100}
+    async with serving(engine, http_port=0) as (server, _), openai_client(server) as client:
+        answer = await client.chat.completions.create(
+            **ask, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+        [choice] = answer.choices
+        document = json.loads(choice.message.content)
+        assert isinstance(document["ok"], bool) and document["n"] in (1, 2) and len(document) == 2
+        assert choice.finish_reason == "stop"
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(**ask, response_format={
+                "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}})
+        assert caught.value.param == "json_schema"
 
 
 async def test_probabilities_of_chat_sum_to_less_than_one(engine):
