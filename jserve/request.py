@@ -185,6 +185,10 @@ class Sampling:
     """Outputs that are sent."""
     best_of: int = 1
     """Outputs that are generated; where they are more than n, the best by mean logprob are sent, at the end."""
+    beam_width: int = 1
+    """Above 1: beam search, whose n best are sent at the end."""
+    length_penalty: float = 1.0
+    early_stopping: EarlyStopping = EarlyStopping.HEURISTIC
 
     @property
     def is_shaped(self) -> bool:

@@ -27,10 +27,11 @@ from jserve.grammar import GrammarCompiler
 from jserve.kv.block_keys import sequence_salt
 from jserve.metrics import Histograms, LoadsCollector, RequestCounts
 from jserve.request import Code, GenerateRequest, GenerateUpdate, RequestError, Sampling, invalid
+from jserve.sampling.beam_search import BeamSearch, stop_finder
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.validate import resolve, truncate_prompt, validate_request
 from jserve.scheduler import Scheduler, Sequence
-from jserve.tokenizer import PromptTooLong, Tokenizer, ToolsRefused
+from jserve.tokenizer import Detokenizer, PromptTooLong, TextStream, Tokenizer, ToolsRefused
 
 LONG_TEXT = 4096
 """Characters from which tokenising goes to a thread, so that one long prompt does not hold up every other stream."""
@@ -201,6 +202,7 @@ class AsyncEngine:
     def _make_stream(
         self, request: GenerateRequest, request_id: str, prompt: list[int], sampling: Sampling, arrival: float
     ) -> RequestStream:
+        search = self._beam_search(sampling) if sampling.beam_width > 1 else None
         sequences = [
             Sequence(
                 request_id,
@@ -212,10 +214,18 @@ class AsyncEngine:
                 salt=sequence_salt(tenant=request.tenant, cache_salt=request.cache_salt),
                 use_prefix_cache=not request.bypass_prefix_cache and sampling.prompt_logprobs is None,
                 tenant=request.tenant or "",
+                search=search if index == 0 else None,
             )
-            for index in range(sampling.best_of)
+            for index in range(max(sampling.best_of, sampling.beam_width))
         ]
         return RequestStream(request_id, sequences, Channel(asyncio.get_running_loop()), self.tokenizer)
+
+    def _beam_search(self, sampling: Sampling) -> BeamSearch:
+        def stream() -> TextStream:
+            detokenizer = Detokenizer(self.tokenizer, sampling.skip_special_tokens)
+            return TextStream(detokenizer, sampling.stop, sampling.include_stop_str_in_output, sampling.min_tokens)
+
+        return BeamSearch(sampling, stop_finder(stream) if sampling.stop else None)
 
     def _refuse_unless_ready(self) -> None:
         if self._state != "ready":

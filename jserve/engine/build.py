@@ -381,6 +381,7 @@ def _wire(
         generation_defaults=defaults,
         max_pool_tokens=memory.num_tokens,
         block_size=config.kv.block_size,
+        max_num_seqs=plan.num_slots,
         num_real_tokens=tokenizer.vocab_size,
         encode_word=lambda word: tokenizer.encode(word, add_special=False),
     )

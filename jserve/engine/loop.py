@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-from jserve.engine.outputs import StepResult, apply, fail
+from jserve.engine.outputs import StepResult, apply, fail, outgrown
 from jserve.engine.step_log import StepLog
 from jserve.metrics import Histograms, StepTotals
 from jserve.request import Code, FinishReason, RequestError
@@ -159,8 +159,7 @@ class EngineLoop:
         """Schedule and launch one step, then apply the step that is due."""
         began = time.perf_counter()
         plan = self._scheduler.schedule()
-        for sequence in self._scheduler.take_outgrown():
-            self._report(StepResult(time.time(), ended=[(sequence, FinishReason.LENGTH)]))
+        self._report(outgrown(self._scheduler.take_outgrown()))
         if self._log is not None:
             self._log.planned(plan)
         if plan is not None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jserve.request import Code, FinishReason, RequestError
+from jserve.sampling.beam_search import Candidates
 from jserve.scheduler import Scheduler, Sequence, StepPlan
+from jserve.scheduler.fork_group import ForkGroup, search_of
 from jserve.scheduler.plan import PromptScores, StepOutput
 from jserve.scheduler.sequence import SequenceState
 
@@ -30,8 +32,22 @@ class StepResult:
     """Row of each of them in the output's logprob arrays."""
     output: StepOutput | None = None
     prompt_scores: list[tuple[Sequence, PromptScores]] = field(default_factory=list)
+    searches: list[Sequence] = field(default_factory=list)
+    """A beam of each search that has ended; its other beams are among the ended sequences too."""
     ended: list[tuple[Sequence, FinishReason]] = field(default_factory=list)
     failed: list[tuple[Sequence, RequestError]] = field(default_factory=list)
+
+
+def outgrown(sequences: list[Sequence]) -> StepResult:
+    """Of sequences that the scheduler ended because the pool is too small for them."""
+    result = StepResult(time.time())
+    for sequence in sequences:
+        if search_of(sequence) is None:
+            result.ended.append((sequence, FinishReason.LENGTH))
+        else:
+            result.searches.append(sequence)
+            result.ended += [(one, FinishReason.LENGTH) for one in sequence.group.members]
+    return result
 
 
 def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResult:
@@ -39,6 +55,7 @@ def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResul
     assert output.step_id == plan.step_id, f"output of step {output.step_id} for the plan of step {plan.step_id}"
     result = StepResult(time.time(), output=output)
     _append_tokens(plan, output, result)
+    due = _report_beams(scheduler, plan, output, result) if len(plan.beams) else []
     for scores in output.prompt_scores or ():
         sequence = plan.sequences[scores.row]
         if not sequence.finished:
@@ -50,6 +67,13 @@ def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResul
                 result.ended.append((sequence, FinishReason.LENGTH))
     # Before the blocks of ended sequences are released: their full blocks stay findable.
     scheduler.applied(plan, output.device_seconds)
+    for group in due:
+        moves = group.search.advance()
+        if moves:
+            scheduler.move_beams(group, moves)
+        else:
+            result.searches.append(group.members[0])
+            result.ended += [(one, FinishReason.LENGTH) for one in group.members]
     for sequence, reason in result.ended:
         scheduler.finish(sequence, reason)
     for sequence, _ in result.failed:
@@ -66,6 +90,7 @@ def _append_tokens(plan: StepPlan, output: StepOutput, result: StepResult) -> No
         for row in np.flatnonzero(~output.is_sound).tolist():
             broken.setdefault(row, RequestError(Code.INTERNAL, "the model gave no numbers for this request"))
     dropped = {row for row, sequence in enumerate(sampled) if sequence.state is FINISHED}
+    dropped.update(plan.beams.tolist())
     for row, error in broken.items():
         if row not in dropped:
             result.failed.append((sampled[row], error))
@@ -78,6 +103,27 @@ def _append_tokens(plan: StepPlan, output: StepOutput, result: StepResult) -> No
         if reason is not None:
             result.ended.append((sequence, reason))
     result.sequences, result.token_ids, result.rows = sampled, token_ids, rows
+
+
+def _report_beams(scheduler: Scheduler, plan: StepPlan, output: StepOutput, result: StepResult) -> list[ForkGroup]:
+    """The candidates of beams to their searches; returns the groups of which all beams have been reported."""
+    due = []
+    for at, sampled in enumerate(plan.beams.tolist()):
+        row = int(plan.sampling_rows[sampled])
+        sequence = plan.sequences[row]
+        sequence.awaits_token = False
+        if sequence.finished or not scheduler.is_current(plan, row):
+            continue  # preempted meanwhile: it will be computed again
+        group, logprobs = sequence.group, output.beam_logprobs[at]
+        if not np.isfinite(logprobs).all():
+            error = RequestError(Code.INTERNAL, "the model gave no numbers for this request")
+            result.failed += [(one, error) for one in group.members]
+            continue
+        group.search.report(group.live.index(sequence), Candidates(output.beam_ids[at], logprobs))
+        if group.search.is_due:
+            due.append(group)
+    failed = {one.group for one, _ in result.failed}
+    return [group for group in due if group not in failed]
 
 
 def fail(scheduler: Scheduler, sequences: list[Sequence], error: RequestError) -> StepResult:

@@ -72,6 +72,7 @@ class RequestStream:
         sampling = self.sequences[0].sampling
         for sequence in self.sequences:
             sequence.context = self
+        for _ in range(sampling.n if sampling.beam_width > 1 else sampling.best_of):
             detokenizer = Detokenizer(self.tokenizer, sampling.skip_special_tokens)
             self.outputs.append(
                 _Output(
@@ -91,7 +92,7 @@ class RequestStream:
     def ranks(self) -> bool:
         """Only the best outputs are sent, once all have ended."""
         sampling = self.sequences[0].sampling
-        return sampling.best_of > sampling.n
+        return sampling.best_of > sampling.n and sampling.beam_width == 1
 
 
 class OutputThread:
@@ -145,6 +146,8 @@ class OutputThread:
 
         for sequence, scores in result.prompt_scores:
             guarded(sequence.context, self._add_prompt_scores, sequence, scores)
+        for sequence in result.searches:
+            guarded(sequence.context, self._end_search, sequence, result.time)
         ended = dict(result.ended)
         for sequence, token_id, row in zip(result.sequences, result.token_ids, result.rows):
             reason = ended.pop(sequence, None)
@@ -208,35 +211,61 @@ class OutputThread:
             delta.logprobs = (delta.logprobs or []) + [entry]
         if reason is FinishReason.STOP:
             delta.text += output.text.push([token_id], ended=True).text + output.text.finish()
-            self._finish(stream, update, sequence, reason, sequence.matched_stop)
+            self._finish(stream, update, sequence.index, reason, sequence.matched_stop)
             return
         piece = output.text.push([token_id])
         delta.text += piece.text
         if piece.matched_stop is not None:
-            self._finish(stream, update, sequence, FinishReason.STOP, piece.matched_stop)
+            self._finish(stream, update, sequence.index, FinishReason.STOP, piece.matched_stop)
             self._finish_sequence(sequence, FinishReason.STOP)
         elif reason is not None:
             delta.text += output.text.finish()
-            self._finish(stream, update, sequence, reason)
+            self._finish(stream, update, sequence.index, reason)
 
     def _end(self, stream: RequestStream, update: GenerateUpdate, sequence: Sequence, reason: FinishReason) -> None:
         """Ends an output whose last token came earlier: abort, outgrown pool, prompt only."""
+        if sequence.index >= len(stream.outputs):
+            return  # one of more beams than outputs
         output = stream.outputs[sequence.index]
         if not output.finished:
             self._delta(stream, update, sequence.index).text += output.text.finish()
-            self._finish(stream, update, sequence, reason)
+            self._finish(stream, update, sequence.index, reason)
+
+    def _end_search(self, stream: RequestStream, update: GenerateUpdate, sequence: Sequence, now: float) -> None:
+        """Sends the best beams, each whole."""
+        best = sequence.group.search.best()
+        del stream.outputs[max(1, len(best)) :]  # a vocabulary of fewer tokens than outputs
+        self._observe_token(stream, stream.outputs[0], now)
+        self._send_prompt_scores(stream, update)
+        for index, hypothesis in enumerate(best):
+            output, tokens = stream.outputs[index], hypothesis.last.path()
+            delta = self._delta(stream, update, index)
+            delta.token_ids = [token.token_id for token in tokens]
+            output.num_tokens, output.cumulative_logprob = len(tokens), hypothesis.logprob
+            if sequence.sampling.logprobs is not None:
+                delta.logprobs = [
+                    position_logprobs(
+                        stream.tokenizer, token.token_id, token.logprob, token.rank, token.top_ids, token.top_logprobs
+                    )
+                    for token in tokens
+                ]
+            by_id = hypothesis.reason is FinishReason.STOP and not isinstance(hypothesis.matched_stop, str)
+            delta.text = output.text.push(delta.token_ids, ended=by_id).text + output.text.finish()
+            self._finish(stream, update, index, hypothesis.reason, hypothesis.matched_stop)
+        if not best:
+            self._finish(stream, update, 0, FinishReason.LENGTH)
 
     def _finish(
         self,
         stream: RequestStream,
         update: GenerateUpdate,
-        sequence: Sequence,
+        index: int,
         reason: FinishReason,
         matched_stop: int | str | None = None,
     ) -> None:
-        output = stream.outputs[sequence.index]
+        output = stream.outputs[index]
         output.finished = True
-        delta = self._delta(stream, update, sequence.index)
+        delta = self._delta(stream, update, index)
         delta.finish_reason, delta.matched_stop = reason, matched_stop
         delta.cumulative_logprob = output.cumulative_logprob
         if all(o.finished for o in stream.outputs):

@@ -73,6 +73,11 @@ class BlockManager:
         return sum(pool.num_usable for pool in self._memory.pools)
 
     @property
+    def num_groups(self) -> int:
+        """Layer groups, each with a pool of its own."""
+        return len(self._memory.pools)
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks that hold nothing."""
         return sum(pool.num_free for pool in self._memory.pools)
@@ -151,6 +156,10 @@ class BlockManager:
             self._num_queried_tokens += len(tokens)
             self._num_hit_tokens += num_cached
         return num_cached
+
+    def holds(self, slot: int) -> bool:
+        """Whether a sequence has its table there."""
+        return bool(self._memory.live[slot])
 
     def num_computed(self, slot: int) -> int:
         """Tokens of the slot whose KV is known to be in its blocks."""

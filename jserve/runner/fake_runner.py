@@ -24,6 +24,14 @@ def next_token(token_id: int, position: int, vocab_size: int, index: int = 0) ->
     return (token_id * 31 + position * 13 + index * 7 + 1) % vocab_size
 
 
+def next_candidates(best: int, vocab_size: int, count: int = 12) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and log-probabilities of the candidates for a beam, of which `best` (its next_token) is the most probable."""
+    places = np.arange(count)
+    token_ids = (best + 17 * places) % vocab_size
+    gaps = 0.05 + (best * 7 + places * 13) % 23 / 20
+    return token_ids.astype(np.int32), (-0.3 - np.cumsum(gaps) + gaps[0]).astype(np.float32)
+
+
 class FakeRunner:
     """Runs plans in order; `step_seconds(plan)` is added to `clock_s`, a simulated device clock, and reported.
 
@@ -46,7 +54,7 @@ class FakeRunner:
 
     def launch(self, plan: StepPlan) -> None:
         for sequence in plan.admitted:
-            self._slot_index[sequence.slot] = sequence.index
+            self._slot_index[sequence.slot] = sequence.index if sequence.sampling.beam_width == 1 else 0
         last_positions = plan.first_positions + plan.num_scheduled - 1
         rows = plan.sampling_rows
         slots = plan.slots[rows]
@@ -58,7 +66,12 @@ class FakeRunner:
         self._slot_token[slots] = sampled
         seconds = self._step_seconds(plan) if self._step_seconds else 0.0
         self.clock_s += seconds
-        self._done.append(StepOutput(plan.step_id, sampled.astype(np.int32), device_seconds=seconds))
+        output = StepOutput(plan.step_id, sampled.astype(np.int32), device_seconds=seconds)
+        if len(plan.beams):
+            beams = [next_candidates(int(sampled[at]), self._vocab_size) for at in plan.beams.tolist()]
+            output.beam_ids = np.stack([token_ids for token_ids, _ in beams])
+            output.beam_logprobs = np.stack([logprobs for _, logprobs in beams])
+        self._done.append(output)
 
     def collect(self) -> StepOutput:
         """The oldest launched step's output."""

@@ -41,6 +41,7 @@ class _InFlight:
     sampled: jax.Array | None  # i32[R, columns]
     variant: SamplerVariant | None
     errors: dict[int, RequestError]  # of sampled rows
+    beams: jax.Array | None  # i32[at least plan.beams, 2 * NUM_CANDIDATES]
     scored: list[_Scored]
 
     def sampled_id(self, slot: int, epoch: int) -> int:
@@ -111,13 +112,13 @@ class ModelRunner:
         hidden, sample_hidden, self._pools = programs.forward(
             shape, self._params, self._pools, self._slot_tokens, packed
         )
-        sampled = variant = None
+        sampled = variant = beams = None
         errors: dict[int, RequestError] = {}
         if len(plan.sampling_rows):
             variant = self._sampling.variant(plan.slots[plan.sampling_rows])
-            sampled, errors = self._sample(plan, variant, sample_hidden)
+            sampled, beams, errors = self._sample(plan, variant, sample_hidden)
         scored = self._score_prompts(plan, shape, hidden)
-        self._in_flight.append(_InFlight(plan, launched, sampled, variant, errors, scored))
+        self._in_flight.append(_InFlight(plan, launched, sampled, variant, errors, beams, scored))
 
     def collect(self) -> StepOutput:
         """Waits for the oldest launched step."""
@@ -131,8 +132,13 @@ class ModelRunner:
             output.errors = step.errors
             if step.variant.logprobs:
                 output.ranks, output.top_ids, output.top_logprobs = columns.ranks, columns.top_ids, columns.top_logprobs
+        elif step.beams is not None:
+            output.token_ids = np.zeros(len(step.plan.sampling_rows), np.int32)
         else:
             jax.block_until_ready(self._pools)
+        if step.beams is not None:
+            output.beam_ids, logprobs = np.split(np.asarray(step.beams)[: len(step.plan.beams)], 2, axis=1)
+            output.beam_logprobs = np.ascontiguousarray(logprobs).view(np.float32)
         if self._host is not None:
             self._host.settle(step.plan.step_id)
         output.prompt_scores = [piece for scored in step.scored for piece in _read_scores(scored)]
@@ -150,10 +156,14 @@ class ModelRunner:
 
     def _sample(
         self, plan: StepPlan, variant: SamplerVariant, sample_hidden: jax.Array
-    ) -> tuple[jax.Array, dict[int, RequestError]]:
-        """Starts head and sampler of a step; the sampler's packed output, and errors of rows that cannot go on."""
+    ) -> tuple[jax.Array | None, jax.Array | None, dict[int, RequestError]]:
+        """Starts head and sampler of a step; the sampler's packed output, that for beams, and errors of rows that cannot
+        go on."""
         programs, rows = self._programs, plan.sampling_rows
         logits = programs.logits(bucket_for(programs.plan.head_rows, len(rows)), self._params, sample_hidden)
+        beams = programs.beam_candidates(logits, plan.beams) if len(plan.beams) else None
+        if len(plan.beams) == len(rows):
+            return None, beams, {}
         packed = self._sampling.build(plan, len(logits))
         shaping = shaped = None
         errors: dict[int, RequestError] = {}
@@ -166,7 +176,7 @@ class ModelRunner:
         self._slot_tokens, sampled = programs.sample(variant, logits, self._slot_tokens, packed, shaped)
         if shaping is not None:
             self._shaping_rows = programs.shaping.count(self._shaping_rows, self._slot_tokens, shaping)
-        return sampled, errors
+        return sampled, beams, errors
 
     def _score_prompts(self, plan: StepPlan, shape: StepShape, hidden: jax.Array) -> list[_Scored]:
         """Starts scoring the prompt tokens of rows that asked for prompt_logprobs, SCORED_ROWS positions a call."""

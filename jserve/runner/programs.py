@@ -26,10 +26,11 @@ from jserve.runner.executable_store import ExecutableStore, fingerprint
 from jserve.runner.forward import ForwardPrograms, ServedParams, serve_params
 from jserve.runner.host_blocks import HostBlocks
 from jserve.runner.shaping_programs import ShapingPrograms
+from jserve.sampling.beam_search import NUM_CANDIDATES
 from jserve.sampling.limits import MAX_LOGPROBS
 from jserve.sampling.prompt_scores import score_positions
 from jserve.sampling.sampler import VARIANTS, SamplerVariant, sample
-from jserve.sampling.scores import TokenScores
+from jserve.sampling.scores import TokenScores, hide_unreal, largest, normalizer
 from jserve.sampling.shaping import ShapingRows
 from jserve.scheduler.buckets import bucket_for
 from pallas_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
@@ -164,6 +165,13 @@ class ProgramSet:
         shaped = logits if shaped is None else shaped
         return self._compiled[SamplerShape(len(packed), variant)](logits, shaped, slot_tokens, packed)
 
+    def beam_candidates(self, logits: jax.Array, rows: np.ndarray) -> jax.Array:
+        """i32[at least len(rows), 2 * NUM_CANDIDATES]: ids and log-probabilities (their bits) behind some rows' beams."""
+        num_rows = next(size for size in _beam_rows(len(logits)) if size >= len(rows))
+        packed = np.zeros(num_rows, np.int32)
+        packed[: len(rows)] = rows
+        return self._compiled["beams", len(logits), num_rows](logits, packed)
+
     def score(self, shape: StepShape, params: ServedParams, hidden: jax.Array, packed: np.ndarray) -> jax.Array:
         """Scores prompt tokens: packed i32[2, SCORED_ROWS] holds flat positions and targets."""
         rows = self._compiled["select", shape](hidden, packed[0])
@@ -217,6 +225,7 @@ class ProgramSet:
             packed = sampling_rows.padding(len(logits), self.num_slots)
             slot_tokens, _ = self.sample(variant, logits, slot_tokens, packed)
         shaping_rows = self.shaping.run_each_once(logits, shaping_rows, slot_tokens)
+        self.beam_candidates(logits, np.zeros(1, np.int32))
         self.score(shape, params, hidden, np.zeros((2, SCORED_ROWS), np.int32))
         pools = self.copy_blocks(pools, [(group, 0, 0) for group in range(len(pools))])
         return pools, slot_tokens, shaping_rows
@@ -278,6 +287,10 @@ class ProgramSet:
             logits = jax.ShapeDtypeStruct((sampler_shape.num_rows, self._config.vocab_size), jnp.float32)
             program = self._sampler_program(sampler_shape)
             jobs[sampler_shape] = functools.partial(_lower, program, (), logits, logits, slot_tokens, packed)
+        for rows in self.plan.sampler_rows:
+            logits = jax.ShapeDtypeStruct((rows, self._config.vocab_size), jnp.float32)
+            for beams in _beam_rows(rows):
+                jobs["beams", rows, beams] = functools.partial(_lower, self._beam_program, (), logits, _i32(beams))
         jobs |= self.shaping.jobs()
         rows = jax.ShapeDtypeStruct((SCORED_ROWS, width), dtype)
         jobs["score"] = functools.partial(_lower, self._score_program, (), params.outer, rows, _i32(SCORED_ROWS))
@@ -318,10 +331,23 @@ class ProgramSet:
 
         return sample_rows
 
+    def _beam_program(self, logits_RV, rows):
+        logits_NV = logits_RV[rows]
+        norm = normalizer(logits_NV)
+        count = min(NUM_CANDIDATES, self._num_real_tokens)
+        values, token_ids = largest(hide_unreal(logits_NV, self._num_real_tokens), count)
+        logprobs = values - norm.maximum[:, None] - norm.log_mass[:, None]
+        return jnp.concatenate([token_ids, jax.lax.bitcast_convert_type(logprobs, jnp.int32)], axis=1)
+
     def _score_program(self, params, rows_CD, targets):
         logits_CV = self._model.logits(params, self._config, rows_CD)
         scores = score_positions(logits_CV, targets, self._num_real_tokens)
         return _pack_columns(targets, scores.logprob, jnp.isfinite(logits_CV[:, 0]), scores)
+
+
+def _beam_rows(num_rows: int) -> tuple[int, ...]:
+    """Row buckets of the program that ranks the candidates of beams, out of num_rows rows of logits."""
+    return tuple(sorted({min(8, num_rows), num_rows}))
 
 
 def independent_copies(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

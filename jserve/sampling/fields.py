@@ -132,9 +132,9 @@ _PENALTY = real(lambda penalty: -2 <= penalty <= 2, "must be a finite number in 
 FIELDS: Mapping[str, FieldRule] = MappingProxyType({
     "n": FieldRule(_SEQUENCES, supported=True),
     "best_of": FieldRule(_SEQUENCES, supported=True),
-    "beam_width": FieldRule(_SEQUENCES, supported=False, neutral=1),
-    "length_penalty": FieldRule(real(lambda _: True, "must be finite"), supported=False, neutral=1.0),
-    "early_stopping": FieldRule(early_stopping, supported=False, neutral=EarlyStopping.HEURISTIC),
+    "beam_width": FieldRule(_SEQUENCES, supported=True),
+    "length_penalty": FieldRule(real(lambda p: abs(p) <= 100, "must be in [-100, 100]"), supported=True, neutral=1.0),
+    "early_stopping": FieldRule(early_stopping, supported=True, neutral=EarlyStopping.HEURISTIC),
     "temperature": FieldRule(real(lambda t: t >= 0, "must be finite in float32 and 0 (greedy) or larger"), supported=True),
     "top_p": FieldRule(real(lambda p: 0 < p <= 1, "must be in (0, 1]"), supported=True),
     "top_k": FieldRule(integer(-1, 2**63 - 1, "must be -1 or 0 (off) or larger"), supported=True),

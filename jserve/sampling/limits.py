@@ -48,6 +48,8 @@ class ModelLimits:
     """Tokens that one sequence alone in the KV pool can hold; None: no limit but the context."""
     block_size: int = 1
     """Tokens a KV block."""
+    max_num_seqs: int | None = None
+    """Sequences that run at once; None: no limit."""
     num_real_tokens: int | None = None
     """Ids that the tokenizer knows; the sampler returns none beyond. None: vocab_size."""
     max_prompt_characters: int | None = None

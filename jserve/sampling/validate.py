@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jserve.request import (
+    EarlyStopping,
     GenerateRequest,
     Message,
     RequestError,
@@ -44,8 +45,17 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
     best_of = _or(asked["best_of"], n)
     if best_of < n:
         raise invalid(_path("best_of"), best_of, f"must not be smaller than n ({n})")
-    _check_group_fits("best_of" if asked["best_of"] else "n", best_of, num_prompt_tokens, model)
+    beam_width = _or(asked["beam_width"], 1)
+    if beam_width > 1:
+        _check_beams(params, beam_width, n, max_tokens, model)
+        best_of = n
+        _check_group_fits("beam_width", beam_width, num_prompt_tokens, model)
+    else:
+        _refuse_without_beams(asked)
+        _check_group_fits("best_of" if asked["best_of"] else "n", best_of, num_prompt_tokens, model)
 
+    if beam_width > 1:  # the model's defaults are for drawing
+        asked |= dict.fromkeys(_DEFAULTABLE) | {"temperature": 0.0, "seed": 0}
     temperature = _or(asked["temperature"], 1.0)
     stop_token_ids = frozenset(asked["stop_token_ids"] or ())
     banned = tuple(sorted(stop_token_ids | set(model.eos_token_ids))) if min_tokens else ()
@@ -81,6 +91,9 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
         structured=structured,
         n=n,
         best_of=best_of,
+        beam_width=beam_width,
+        length_penalty=_or(asked["length_penalty"], 1.0),
+        early_stopping=_or(asked["early_stopping"], EarlyStopping.HEURISTIC),
     )
 
 
@@ -204,6 +217,32 @@ def _room_after_prompt(num_prompt_tokens: int, max_tokens: int | None, model: Mo
         # The last token is never fed back, so it needs no place in the pool.
         room = min(room, model.max_pool_tokens - num_prompt_tokens + 1)
     return room
+
+
+_REFUSED_WITH_BEAMS = (
+    "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "json_schema", "json_object", "regex", "grammar",
+    "choice",
+)
+
+
+def _check_beams(params: SamplingParams, beam_width: int, n: int, max_tokens: int, model: ModelLimits) -> None:
+    for name in _REFUSED_WITH_BEAMS:
+        value = getattr(params, name)
+        if value is not None and value != () and value != {}:
+            raise invalid(_path(name), value, f"must not be set with beam_width ({beam_width}): a beam search draws nothing")
+    if n > beam_width:
+        raise invalid(_path("n"), n, f"must not be larger than beam_width ({beam_width})")
+    if max_tokens == 0:
+        raise invalid(_path("max_tokens"), max_tokens, f"must be at least 1 with beam_width ({beam_width})")
+    if model.max_num_seqs is not None and beam_width > model.max_num_seqs:
+        raise invalid(_path("beam_width"), beam_width, f"all beams run at once, and this server runs {model.max_num_seqs} sequences")
+
+
+def _refuse_without_beams(asked: dict[str, Any]) -> None:
+    for name in ("length_penalty", "early_stopping"):
+        if asked[name] is not None and asked[name] != fields.FIELDS[name].neutral:
+            raise invalid(_path(name), asked[name], "needs beam_width above 1")
 
 
 def _check_group_fits(name: str, num_sequences: int, num_prompt_tokens: int, model: ModelLimits) -> None:

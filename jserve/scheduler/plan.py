@@ -22,6 +22,7 @@ class StepPlan:
     first_positions: np.ndarray  # i32[rows] absolute position of the first granted token
     samples: np.ndarray  # bool[rows] the row's last granted token is its last known: a new token is sampled after it
     sampling_rows: np.ndarray  # i32[sampled] the rows that sample, ascending
+    beams: np.ndarray  # i[beams] those of the sampling rows whose candidates go to a beam search on the host
     feeds: np.ndarray  # bool[rows] the row's one token is the one its slot sampled last; its id may not be on the host yet
     output_index: np.ndarray  # i32[rows] index, within the output, of the token that the row samples
     num_decodes: int  # rows with exactly one token, all in front
@@ -62,6 +63,8 @@ class StepOutput:
     top_ids: np.ndarray | None = None  # i32[sampled, 20]
     top_logprobs: np.ndarray | None = None  # f32[sampled, 20]
     errors: dict[int, RequestError] | None = None  # of sampled rows (by place in token_ids) that cannot go on
+    beam_ids: np.ndarray | None = None  # i32[plan.beams, 128] the most probable tokens of each, best first
+    beam_logprobs: np.ndarray | None = None  # f32[plan.beams, 128]; no numbers: the row is not sound
     prompt_scores: list[PromptScores] | None = None
     device_seconds: float = 0.0
 

@@ -16,8 +16,9 @@ import numpy as np
 
 from jserve.kv import BlockManager
 from jserve.request import FinishReason
+from jserve.sampling.beam_search import Move
 from jserve.scheduler.buckets import bucket_for, num_tokens_to_run
-from jserve.scheduler.fork_group import ForkGroup
+from jserve.scheduler.fork_group import ForkGroup, search_of
 from jserve.scheduler.plan import StepPlan
 from jserve.scheduler.policies import PolicySettings, make_policy
 from jserve.scheduler.preemption import PreemptionSettings
@@ -85,9 +86,11 @@ class Scheduler:
 
     def add(self, sequence: Sequence, sibling: Sequence | None = None) -> None:
         """Queues a sequence that `fits()`; with a sibling, as one more of the same request, whose prompt they share."""
+        if sequence.search is not None:
+            ForkGroup(sequence.search).join(sequence)
         if sibling is not None:
             if sibling.group is None:
-                ForkGroup([]).join(sibling)
+                ForkGroup().join(sibling)
             sibling.group.join(sequence)
         sequence.order = self._arrivals
         self._arrivals += 1
@@ -153,6 +156,7 @@ class Scheduler:
         self._seating.release_returned()
         if self._policy.preempts:
             self._make_room_for_urgent()
+        self._fork_beams()
         decodes, prefills = self._slots.runnable()
         decodes = self._grow_decodes(decodes)
         budget = self._token_budget(decodes, prefills) - len(decodes)
@@ -188,6 +192,14 @@ class Scheduler:
         slots = plan.slots[live]
         self.blocks.commit_each(slots, self._slots.tokens, (plan.first_positions + plan.num_scheduled)[live])
         self._unpark(self._seating.take_carried())
+
+    def is_current(self, plan: StepPlan, row: int) -> bool:
+        """Whether a row's sequence is still in the slot that it had."""
+        return bool(self._slots.epoch[plan.slots[row]] == plan.epochs[row])
+
+    def move_beams(self, group: ForkGroup, moves: list[Move]) -> None:
+        """The search has chosen the beams of the next step."""
+        self._seating.beams.move(group, moves)
 
     # -- phases of schedule(), in their order
 
@@ -228,23 +240,39 @@ class Scheduler:
             num_grown = self.blocks.grow_each(decodes, self._slots.num_computed[decodes] + 1)
             if num_grown == len(decodes):
                 return decodes
-            needy = int(decodes[num_grown])
-            victim = int(self._slots.order()[-1])
-            if victim == needy and self.num_running == 1:
-                self._end_outgrown(self._slots.owner[needy])
-                decodes = decodes[decodes != victim]
-            else:
-                self._preempt(self._slots.owner[victim])
-                decodes = decodes[self._slots.is_running(decodes)]
+            self._free_some_blocks()
+            decodes = decodes[self._slots.runs(decodes)]
+
+    def _fork_beams(self) -> None:
+        """Beams that came back without their KV share that of a sibling, as soon as it is there."""
+        for one in self._seating.beams.forks_to_do():
+            while one in one.group.forks and not self._seating.beams.fork(one):
+                self._free_some_blocks()
+
+    def _free_some_blocks(self) -> None:
+        """Takes the blocks of the last in the running order; nobody is before it, the pool is its limit."""
+        last = self._slots.owner[int(self._slots.order()[-1])]
+        if self.num_running == 1 or (search_of(last) is not None and len(self._unit(last)) == self.num_running):
+            self._end_outgrown(last)
+        else:
+            self._preempt(last)
 
     def _end_outgrown(self, sequence: Sequence) -> None:
         """The pool is full and the sequence alone in it: what it has, and what is being sampled, is all it gets."""
-        if sequence.num_known < self._slots.num_tokens[sequence.slot]:  # the next id is still being sampled
-            sequence.limit = int(self._slots.num_tokens[sequence.slot])  # the token in flight ends it with LENGTH
-            self._slots.limit[sequence.slot] = sequence.limit
+        slots = self._slots
+        if search_of(sequence) is None and sequence.num_known < slots.num_tokens[sequence.slot]:  # the next id is still being sampled
+            sequence.limit = int(slots.num_tokens[sequence.slot])  # the token in flight ends it with LENGTH
+            slots.limit[sequence.slot] = sequence.limit
         else:
-            self.finish(sequence, FinishReason.LENGTH)
-            self._outgrown.append(sequence)
+            self._end_with_length(sequence)
+
+    def _end_with_length(self, sequence: Sequence) -> None:
+        """Ends a sequence, or all its beams as they are, with no results in flight that could end it."""
+        if (search := search_of(sequence)) is not None:
+            search.cut()
+        for one in [sequence] if search is None else sequence.group.unfinished():
+            self.finish(one, FinishReason.LENGTH)
+        self._outgrown.append(sequence if search is None else sequence.group.members[0])
 
     def _head(self) -> Sequence | None:
         """Who enters next.  Those whose prompt a sibling is computing are parked on the way."""
@@ -262,9 +290,8 @@ class Scheduler:
         sequence = self._head()
         if sequence is None:
             return []
-        if not self.fits(sequence.num_known):  # preempted when it held the whole pool
-            self.finish(sequence, FinishReason.LENGTH)
-            self._outgrown.append(sequence)
+        if not self._seating.fits(sequence):  # preempted when it held the whole pool
+            self._end_with_length(sequence)
             return self._next_admissible()
         if any(one.awaits_token for one in self._seating.party(sequence)):
             return []  # preempted while its next id is being sampled: that id comes with the next results
@@ -310,7 +337,8 @@ class Scheduler:
         feeds = reaches_end & self._slots.fed[slots] & (granted == 1)
         output_index = np.where(samples, self._slots.num_tokens[slots] - self._slots.num_prompt[slots], 0)
         self._slots.num_computed[slots] = end
-        sampled = slots[samples]
+        beams = self._slots.is_beam[slots]
+        sampled = slots[samples & ~beams]
         self._slots.num_tokens[sampled] += 1
         self._slots.fed[sampled] = True
         num_decodes = len(decodes) + num_single
@@ -333,6 +361,7 @@ class Scheduler:
             first_positions=first,
             samples=samples,
             sampling_rows=np.flatnonzero(samples),
+            beams=np.flatnonzero(beams[samples]),
             feeds=feeds,
             output_index=output_index,
             num_decodes=num_decodes,
@@ -363,15 +392,17 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         """Takes a sequence and its running siblings off the device; alone there, the siblings stay."""
-        unit = [sequence] if sequence.group is None else sequence.group.running()
-        if len(unit) == self.num_running:
+        unit = self._unit(sequence)
+        if len(unit) == self.num_running and search_of(sequence) is None:
             unit = [sequence]  # as one they would come back as they were and run out of blocks again
         for one in unit:
-            one.awaits_token = bool(self._slots.num_tokens[one.slot] > one.num_known)
-        num_computed = int(self._slots.num_computed[[one.slot for one in unit]].sum())
+            one.awaits_token = self._is_being_sampled(one)
+        num_computed = self._slots.num_computed[[one.slot for one in unit]]
         parked = self._swap_out(unit, num_computed)
         if parked is None:
-            self.num_preempted_tokens += num_computed
+            self.num_preempted_tokens += int(num_computed.sum())
+            if (search := search_of(sequence)) is not None:
+                search.forget_reports()
             for one in unit:
                 self._leave_slot(one)
         else:
@@ -383,9 +414,22 @@ class Scheduler:
             one.state = SequenceState.WAITING
             self._waiting.push(one)
 
-    def _swap_out(self, unit: list[Sequence], num_computed: int) -> list[Sequence] | None:
+    def _unit(self, sequence: Sequence) -> list[Sequence]:
+        """A running sequence and its running siblings, in their order."""
+        return [sequence] if sequence.group is None else sequence.group.running()
+
+    def _is_being_sampled(self, sequence: Sequence) -> bool:
+        """Whether the results in flight have its next token, or the candidates for it."""
+        slot, search = sequence.slot, search_of(sequence)
+        if search is None:
+            return bool(self._slots.num_tokens[slot] > sequence.num_known)
+        is_computed = self._slots.num_tokens[slot] == self._slots.num_computed[slot] > 0
+        return bool(is_computed and not search.has_report(sequence.group.live.index(sequence)))
+
+    def _swap_out(self, unit: list[Sequence], num_computed: np.ndarray) -> list[Sequence] | None:
         """Moves them to host memory, where that is preferred and possible; else None."""
-        num_to_recompute = num_computed - (len(unit) - 1) * (unit[0].num_prompt - 1)
+        num_shared = max(0, np.count_nonzero(num_computed) - 1) * (unit[0].num_prompt - 1)
+        num_to_recompute = max(1, int(num_computed.sum()) - num_shared)
         num_blocks = -(-num_to_recompute // self.blocks.block_size)
         if not self.preemption.prefers_swap(num_to_recompute, num_blocks, self.step_time):
             return None

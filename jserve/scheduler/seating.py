@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from jserve.kv import BlockManager
 from jserve.kv.swap import SwappedBlocks, SwappedRow
-from jserve.scheduler.fork_group import ForkGroup
+from jserve.scheduler.beam_seating import BeamSeating
+from jserve.scheduler.fork_group import ForkGroup, search_of
 from jserve.scheduler.sequence import Sequence
 from jserve.scheduler.slots import Slots
 
@@ -34,16 +35,27 @@ class Seating:
         self._blocks = blocks
         self._clock = clock
         self._carried: dict[ForkGroup, None] = {}  # groups with a carrier, as an ordered set
+        self.beams = BeamSeating(slots, blocks)
         self._away: dict[Away, None] = {}
         self._returned: list[SwappedBlocks] = []  # whose loads run with the plan that is being made
 
+    def fits(self, sequence: Sequence) -> bool:
+        """Whether what it knows, with its beams, can be held by the pool at all."""
+        if search_of(sequence) is not None:
+            return self.beams.num_needed(sequence.group) <= self._blocks.num_total_blocks // self._blocks.num_groups
+        return self._blocks.fits(sequence.num_known)
+
     def party(self, sequence: Sequence) -> list[Sequence]:
         """Those who enter together with a waiting sequence, itself included."""
+        if search_of(sequence) is not None:
+            return sequence.group.unfinished()
         return [sequence] if sequence.away is None else list(sequence.away.rows)
 
     def can_enter(self, sequence: Sequence) -> bool:
         """Head-room of a block for each running sequence: otherwise a newcomer would be preempted a moment later."""
         headroom = self._slots.num_running
+        if search_of(sequence) is not None:
+            return self._can_enter_beams(sequence.group, headroom)
         if sequence.away is not None:
             fits = self._num_needed(sequence.away) <= self._blocks.num_available_blocks - headroom
             if fits or headroom:
@@ -62,12 +74,13 @@ class Seating:
 
     def enter(self, party: list[Sequence]) -> None:
         """Gives a whole party slots, and blocks for all that they know; `can_enter` said that there are."""
-        away = party[0].away
+        group, away = party[0].group, _away(party)
         if away is not None:
-            slots = self._return(away)
+            present, slots = list(away.rows), self._return(away)
         else:
-            slots = [self._enter_one(one) for one in party]
-        for slot, one in zip(slots, party):
+            present = group.live[:1] if search_of(party[0]) is not None else party
+            slots = [self._enter_one(one) for one in present]
+        for slot, one in zip(slots, present):
             grown = self._blocks.grow(slot, one.num_known)
             assert grown, "can_enter() promised the blocks"
             num_computed = self._blocks.num_computed(slot)
@@ -75,24 +88,29 @@ class Seating:
                 one.num_cached = num_computed
                 one.first_scheduled = self._clock()
             self._slots.seat(slot, one, num_computed)
-            if one.group is not None and one.group.carrier is None and num_computed < _num_shared(one):
-                one.group.carrier = one
-                self._carried[one.group] = None
+            carries = group is not None and group.search is None and num_computed < _num_shared(one)
+            if carries and group.carrier is None:
+                group.carrier = one
+                self._carried[group] = None
+        if search_of(party[0]) is not None:
+            self.beams.reserve(group, present)
 
     def leave(self, sequence: Sequence) -> list[Sequence]:
         """Gives back slot and blocks.  Returns the siblings that were parked for it."""
-        self._blocks.free(sequence.slot)
+        if self._blocks.holds(sequence.slot):
+            self._blocks.free(sequence.slot)
         return self._vacate(sequence)
 
     def swap_out(self, unit: list[Sequence]) -> list[Sequence] | None:
         """Moves running sequences to host memory.  Returns the siblings that were parked for one of them; None, and
         nothing has changed, where there is no room."""
-        swapped = self._blocks.swap_out([one.slot for one in unit])
+        present = [one for one in unit if self._blocks.holds(one.slot)]
+        swapped = self._blocks.swap_out([one.slot for one in present]) if present else None
         if swapped is None:
             return None
-        away = Away(dict(zip(unit, swapped.rows)), swapped)
+        away = Away(dict(zip(present, swapped.rows)), swapped)
         self._away[away] = None
-        for one in unit:
+        for one in present:
             one.away = away
         return [parked for one in unit for parked in self._vacate(one)]
 
@@ -147,6 +165,8 @@ class Seating:
     def _vacate(self, sequence: Sequence) -> list[Sequence]:
         self._slots.leave(sequence)
         group = sequence.group
+        if search_of(sequence) is not None:
+            self.beams.leave(group)
         return self._uncarry(group) if group is not None and group.carrier is sequence else []
 
     def _forget(self, away: Away) -> None:
@@ -154,6 +174,8 @@ class Seating:
         self._blocks.release_swapped(away.blocks)
         for one in away.rows:
             one.away = None
+            if search_of(one) is not None:
+                one.group.search.forget_reports()
 
     def _num_needed(self, away: Away) -> int:
         """Blocks that coming back takes, at most: the saved ones, and what each sequence has learnt since."""
@@ -162,6 +184,23 @@ class Seating:
             max(0, -(-one.num_known // size) - row.num_blocks) + (row.shared_last >= 0) for one, row in away.rows.items()
         )
         return away.blocks.num_host_blocks + grows
+
+    def _can_enter_beams(self, group: ForkGroup, headroom: int) -> bool:
+        """Beams enter all at once, and each will need a block more before long."""
+        party = group.unfinished()
+        if len(party) > self._slots.num_free:
+            return False
+        away, size = _away(party), self._blocks.block_size
+        if away is None:
+            needed = self.beams.num_needed(group)
+        else:
+            absent = [one for one in group.live if one not in away.rows]
+            needed = self._num_needed(away) + sum(-(-one.num_known // size) for one in absent)
+        if headroom:
+            return needed + len(party) <= self._blocks.num_available_blocks - headroom
+        if away is not None and needed > self._blocks.num_available_blocks:
+            self._forget(away)
+        return True
 
     # -- siblings
 
@@ -173,7 +212,7 @@ class Seating:
 
     def _parent_of(self, sequence: Sequence) -> Sequence | None:
         """A running sibling to fork, where that saves more than the prefix cache does."""
-        if sequence.group is None or _num_shared(sequence) == 0:
+        if sequence.group is None or sequence.group.search is not None or _num_shared(sequence) == 0:
             return None
         parent = next((one for one in sequence.group.running() if self._has_prompt(one)), None)
         if parent is None or sequence.num_output == 0 or not sequence.use_prefix_cache:
@@ -183,6 +222,10 @@ class Seating:
 
     def _has_prompt(self, sequence: Sequence) -> bool:
         return self._blocks.num_computed(sequence.slot) >= _num_shared(sequence)
+
+
+def _away(party: list[Sequence]) -> Away | None:
+    return next((one.away for one in party if one.away is not None), None)
 
 
 def _num_shared(sequence: Sequence) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 from jserve.request import FinishReason, Sampling
 
 if TYPE_CHECKING:
+    from jserve.sampling.beam_search import BeamSearch
     from jserve.scheduler.fork_group import ForkGroup
     from jserve.scheduler.seating import Away
 
@@ -34,7 +35,7 @@ class Sequence:
         "request_id", "index", "sampling", "priority", "arrival", "order", "salt", "use_prefix_cache",
         "num_prompt", "tokens", "num_known", "limit", "slot", "state", "finish_reason", "matched_stop",
         "num_cached", "first_scheduled", "num_preemptions", "stop_ids", "prompt_only", "context", "awaits_token",
-        "tenant", "rank", "queued_tokens", "ticket", "group", "away",
+        "tenant", "rank", "queued_tokens", "ticket", "group", "away", "search",
     )
 
     def __init__(
@@ -50,6 +51,7 @@ class Sequence:
         use_prefix_cache: bool = True,
         context: object = None,
         tenant: str = "",
+        search: BeamSearch | None = None,
     ):
         self.request_id = request_id
         self.index = index
@@ -62,6 +64,7 @@ class Sequence:
         self.queued_tokens = 0  # known tokens when it started to wait
         self.ticket = 0  # of its one valid entry in the queue
         self.group: ForkGroup | None = None  # set by the scheduler where the request has several sequences
+        self.search = search  # of the first beam of a request
         self.away: Away | None = None  # its KV is in host memory
         self.salt = salt
         self.use_prefix_cache = use_prefix_cache

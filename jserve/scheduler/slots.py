@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from jserve.scheduler.fork_group import search_of
 from jserve.scheduler.sequence import Sequence, SequenceState
 
 
@@ -21,6 +22,7 @@ class Slots:
         self.limit = np.zeros(num_slots, np.int32)
         self.fed = np.zeros(num_slots, bool)  # the slot has sampled: its next single token stands on the device
         self.prompt_only = np.zeros(num_slots, bool)
+        self.is_beam = np.zeros(num_slots, bool)  # its next token is chosen on the host
         self._rank = np.full(num_slots, np.inf)  # inf: the slot is free
         self._arrival = np.zeros(num_slots, np.int64)
         self._free = list(range(num_slots - 1, -1, -1))
@@ -50,9 +52,15 @@ class Slots:
         self.num_prompt[slot] = sequence.num_prompt
         self.limit[slot] = sequence.limit
         self.prompt_only[slot] = sequence.prompt_only
+        self.is_beam[slot] = search_of(sequence) is not None
         self.fed[slot] = False
         self._rank[slot], self._arrival[slot] = sequence.rank, sequence.order
         self._order_is_stale = True
+
+    def set_tokens(self, slot: int, num_tokens: int, num_computed: int) -> None:
+        """What its owner knows and has computed, otherwise than by a step; 0 and 0: a slot in reserve, which never runs."""
+        self.num_tokens[slot] = num_tokens
+        self.num_computed[slot] = num_computed
 
     def leave(self, sequence: Sequence) -> None:
         slot = sequence.slot
@@ -63,9 +71,9 @@ class Slots:
         sequence.slot = None
         self._order_is_stale = True
 
-    def is_running(self, slots: np.ndarray) -> np.ndarray:
-        """bool[n]: whether each slot has an owner."""
-        return self._rank[slots] < np.inf
+    def runs(self, slots: np.ndarray) -> np.ndarray:
+        """bool[n]: whether each slot has an owner that may compute more than it has."""
+        return (self._rank[slots] < np.inf) & ((self.num_tokens[slots] < self.limit[slots]) | self.prompt_only[slots])
 
     def order(self) -> np.ndarray:
         """Slots of running sequences by (rank, order): the last one is the first to be preempted."""
@@ -79,7 +87,7 @@ class Slots:
         """(slots with one token to compute, slots with more), in order."""
         order = self.order()
         todo = self.num_tokens[order] - self.num_computed[order]
-        runs = (todo > 0) & ((self.num_tokens[order] < self.limit[order]) | self.prompt_only[order])
+        runs = (todo > 0) & self.runs(order)
         return order[runs & (todo == 1)], order[runs & (todo > 1)]
 
     def num_unfinished_tokens(self) -> int:

@@ -32,12 +32,12 @@ def undisturbed(path):
         return [answers(engine, [one])[0] for one in work()]
 
 
-def preempt_every(engine, period: int) -> None:
+def preempt_every(engine, period: int, most: int = 1000) -> None:
     """Preempts the last running sequence after every few steps, whatever is in flight."""
-    check, steps = engine._loop.on_step, itertools.count(1)
+    check, steps, times = engine._loop.on_step, itertools.count(1), itertools.count(1)
 
     def on_step(scheduler) -> None:
-        if next(steps) % period == 0 and (running := scheduler.running()):
+        if next(steps) % period == 0 and (running := scheduler.running()) and next(times) <= most:
             scheduler._preempt(running[-1])
         check(scheduler)
 

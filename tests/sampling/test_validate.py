@@ -48,9 +48,10 @@ def resolved(num_prompt_tokens: int = 10, model: ModelLimits = SMOL, **params) -
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
 def test_every_field_is_served_or_refused_by_name(name):
-    plain = dataclasses.asdict(resolved(seed=1))
+    base = {"beam_width": 2} if name in ("beam_width", "length_penalty", "early_stopping") else {"seed": 1}
+    plain = dataclasses.asdict(resolved(**base))
     if SUPPORTED[name]:
-        changed = dataclasses.asdict(resolved(**{"seed": 1, name: EFFECTIVE[name]}))
+        changed = dataclasses.asdict(resolved(**{**base, name: EFFECTIVE[name]}))
         # truncate_prompt_tokens shows in how much room is left, every other field in its own value.
         assert changed != plain
     else:
@@ -341,3 +342,17 @@ def test_sequences_of_one_request_must_fit_the_pool_together():
     assert error.field == "sampling_params.n" and "6 KV blocks" in error.message and "has 5" in error.message
     assert refusal(37, pool, n=1, best_of=4).field == "sampling_params.best_of"
     assert refusal(n=3, best_of=2).field == "sampling_params.best_of"
+
+
+def test_beams_refuse_what_draws_and_what_cannot_be_held():
+    for name in ("best_of", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"):
+        assert refusal(beam_width=3, **{name: EFFECTIVE[name]}).field == f"sampling_params.{name}"
+    assert refusal(beam_width=2, n=3).field == "sampling_params.n"
+    assert refusal(beam_width=2, max_tokens=0).field == "sampling_params.max_tokens"
+    assert refusal(length_penalty=0.5).field == "sampling_params.length_penalty"
+    assert refusal(early_stopping=EarlyStopping.FIRST).field == "sampling_params.early_stopping"
+    assert refusal(10, dataclasses.replace(SMOL, max_num_seqs=4), beam_width=5).field == "sampling_params.beam_width"
+    small = dataclasses.replace(SMOL, max_pool_tokens=80, block_size=16)
+    assert refusal(37, small, beam_width=4).field == "sampling_params.beam_width"
+    drawn = dataclasses.replace(SMOL, generation_defaults={"temperature": 0.6, "top_k": 40})
+    assert (resolved(10, drawn, beam_width=2).temperature, resolved(10, drawn, beam_width=2).top_k) == (0.0, 0)
