@@ -16,6 +16,8 @@ from jserve.request import Code, RequestError
 
 log = logging.getLogger(__name__)
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 class EventStream(Response):
     """Sends each object as one event, then `[DONE]`; an error after the first object is the last event."""
@@ -61,4 +63,4 @@ class EventStream(Response):
 
 
 def _event(item: dict) -> bytes:
-    return b"data: " + json.dumps(item, ensure_ascii=False, separators=(",", ":")).encode(errors="replace") + b"\n\n"
+    return b"data: " + _encode(item).encode(errors="replace") + b"\n\n"

@@ -23,6 +23,10 @@ async def updates_of(
 ) -> AsyncIterator[tuple[int, GenerateUpdate]]:
     """(number of the prompt, update) as they come.  The first error ends all."""
     async with _submitted(state, caller, requests) as calls:
+        if len(calls) == 1:  # nearly always; without tasks an event costs a third less CPU
+            while (update := await calls[0].next()) is not None:
+                yield 0, update
+            return
         waiting = {asyncio.create_task(call.next()): number for number, call in enumerate(calls)}
         try:
             while waiting:
