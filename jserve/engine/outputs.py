@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jserve.request import Code, FinishReason, RequestError
-from jserve.sampling.beam_search import Candidates
+from jserve.sampling.beam_search import Candidates, Move
 from jserve.scheduler import Scheduler, Sequence, StepPlan
 from jserve.scheduler.fork_group import ForkGroup, search_of
 from jserve.scheduler.plan import PromptScores, StepOutput
@@ -32,6 +32,8 @@ class StepResult:
     """Row of each of them in the output's logprob arrays."""
     output: StepOutput | None = None
     prompt_scores: list[tuple[Sequence, PromptScores]] = field(default_factory=list)
+    moves: list[tuple[ForkGroup, list[Move]]] = field(default_factory=list)
+    """Searches that went a step on, and the beams that they chose; none where a search ended."""
     searches: list[Sequence] = field(default_factory=list)
     """A beam of each search that has ended; its other beams are among the ended sequences too."""
     ended: list[tuple[Sequence, FinishReason]] = field(default_factory=list)
@@ -69,6 +71,7 @@ def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResul
     scheduler.applied(plan, output.device_seconds)
     for group in due:
         moves = group.search.advance()
+        result.moves.append((group, moves))
         if moves:
             scheduler.move_beams(group, moves)
         else:

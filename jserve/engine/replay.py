@@ -17,6 +17,7 @@ from jserve.config import ConfigError
 from jserve.engine.outputs import apply
 from jserve.engine.step_log import VERSION, KvSettings, PlanEncoder
 from jserve.request import FinishReason, Sampling
+from jserve.sampling.beam_search import Candidates, Move
 from jserve.scheduler import PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, Sequence, StepPlan
 from jserve.scheduler.plan import StepOutput
 
@@ -102,9 +103,10 @@ class _Replayer:
         blocks = np.frombuffer(base64.b64decode(record["blocks"]), np.int32)
         tokens[self._kv.block_size - 1 :: self._kv.block_size] = blocks
         sequence = Sequence(
-            str(record["a"]), tokens, _sampling(record["max"]), priority=record.get("priority", 0),
+            str(record["a"]), tokens, _sampling(record["max"], record.get("beams", 1)), priority=record.get("priority", 0),
             arrival=record["at"], salt=bytes.fromhex(record.get("salt", "")),
             use_prefix_cache=not record.get("no_cache", False), tenant=record.get("tenant", ""),
+            search=RecordedSearch() if "beams" in record else None,
         )
         sequence.stop_ids = frozenset([STOP_TOKEN])
         self._scheduler.add(sequence, self._sequences[record["of"]] if "of" in record else None)
@@ -132,13 +134,49 @@ class _Replayer:
         tokens |= dict.fromkeys(record.get("stop", ()), STOP_TOKEN)
         orders = [plan.sequences[row].order for row in plan.sampling_rows]
         failed = set(record.get("failed", ()))
+        for order, moves in record.get("beams", ()):
+            self._sequences[order].search.coming = [Move(parent, token_id) for parent, token_id in moves]
+        beams = [plan.sequences[row].group for row in plan.sampling_rows[plan.beams]]
+        broken = [not failed.isdisjoint(one.order for one in group.members) for group in beams]
         output = StepOutput(
             plan.step_id,
             np.array([tokens.get(order, 0) for order in orders], np.int32),
             is_sound=np.array([order not in failed for order in orders], bool),
             device_seconds=record["s"],
+            beam_ids=np.zeros((len(beams), 1), np.int32),
+            beam_logprobs=np.where(broken, np.nan, 0.0).astype(np.float32)[:, None],
         )
         apply(self._scheduler, plan, output)
+
+
+class RecordedSearch:
+    """A beam search that chooses what the log says."""
+
+    def __init__(self) -> None:
+        self.coming: list[Move] = []
+        self._num_beams = 1
+        self._reported: set[int] = set()
+
+    def has_report(self, beam: int) -> bool:
+        return beam in self._reported
+
+    def report(self, beam: int, candidates: Candidates) -> None:
+        self._reported.add(beam)
+
+    def forget_reports(self) -> None:
+        self._reported.clear()
+
+    @property
+    def is_due(self) -> bool:
+        return len(self._reported) == self._num_beams
+
+    def advance(self) -> list[Move]:
+        self._reported.clear()
+        self._num_beams = len(self.coming)
+        return self.coming
+
+    def cut(self) -> None:
+        pass
 
 
 def describe(difference: Difference) -> str:
@@ -172,11 +210,12 @@ def _lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, record if isinstance(record, dict) else {}
 
 
-def _sampling(max_tokens: int) -> Sampling:
+def _sampling(max_tokens: int, beam_width: int) -> Sampling:
     names = {field.name for field in dataclasses.fields(Sampling)}
     values = dict(
         temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0, max_tokens=max_tokens, min_tokens=0, stop=(),
         stop_token_ids=frozenset(), eos_token_ids=frozenset(), banned_below_min_tokens=(),
         include_stop_str_in_output=False, skip_special_tokens=True, logprobs=None, prompt_logprobs=None,
+        beam_width=beam_width,
     )
     return Sampling(**{name: value for name, value in values.items() if name in names})

@@ -22,6 +22,7 @@ from jserve.engine.outputs import StepResult
 from jserve.kv import BlockManager, GroupSpec
 from jserve.request import FinishReason
 from jserve.scheduler import Scheduler, Sequence, StepPlan
+from jserve.scheduler.fork_group import ForkGroup
 
 VERSION = 1
 LINES_PER_FLUSH = 64
@@ -91,6 +92,8 @@ class StepLog:
         }
         if sequence.group is not None and sequence is not sequence.group.members[0]:
             record["of"] = sequence.group.members[0].order
+        if sequence.search is not None:
+            record["beams"] = sequence.sampling.beam_width
         if sequence.priority:
             record["priority"] = sequence.priority
         if sequence.salt:
@@ -123,6 +126,11 @@ class StepLog:
             record["failed"] = [sequence.order for sequence, _ in result.failed]
         if borders:
             record["blocks"] = borders
+        if result.moves:
+            record["beams"] = [
+                [group.members[0].order, [[move.parent, self._stand_in(group, at)] for at, move in enumerate(moves)]]
+                for group, moves in result.moves
+            ]
         self._write(record)
 
     def flushed(self) -> None:
@@ -135,6 +143,13 @@ class StepLog:
 
     def close(self) -> None:
         self._file.close()
+
+    def _stand_in(self, group: ForkGroup, beam: int) -> int:
+        """For a beam's new token: equal only where two beams go on equally, which those of one parent never do."""
+        one = group.live[beam]
+        if one.num_known % self._block_size:
+            return beam
+        return int(self._block_hashes(one.tokens[: one.num_known])[-1])
 
     def _hide(self, name: str | bytes) -> str:
         data = name.encode() if isinstance(name, str) else name

@@ -15,17 +15,20 @@ from jserve.engine.replay import replay
 from jserve.engine.step_log import KvSettings, StepLog
 from jserve.request import FinishReason
 from jserve.runner.fake_runner import FakeRunner
-from jserve.scheduler import POLICIES, PolicySettings, Scheduler, SchedulerLimits
+from jserve.scheduler import POLICIES, PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits
 from jserve.scheduler.buckets import powers_up_to
-from tests.support.host_engine import expected_output, sequence
+from tests.support.host_engine import beams, expected_output, group, sequence
 
 
 class Logged:
     """An engine loop with a log, over the stand-in runner; its thread runs until every sequence has ended."""
 
-    def __init__(self, path, *, num_blocks=40, budget=16, max_num_seqs=6, overlap=True, runner=None, **scheduler):
+    def __init__(
+        self, path, *, num_blocks=40, budget=16, max_num_seqs=6, overlap=True, runner=None, num_host_blocks=None,
+        **scheduler,
+    ):
         slots = min(budget, max_num_seqs)
-        self.kv = KvSettings((None,), (num_blocks,), 4, slots, num_blocks, True)
+        self.kv = KvSettings((None,), (num_blocks,), 4, slots, num_blocks, True, num_host_blocks)
         limits = SchedulerLimits(budget, max_num_seqs, powers_up_to(4, budget), powers_up_to(1, slots), 8)
         self.scheduler = Scheduler(limits, self.kv.make(), **scheduler)
         self.path = path
@@ -44,14 +47,32 @@ class Logged:
     def run(self, *groups) -> None:
         sequences = [one for group in groups for one in group]
         self.loop.on_step = lambda scheduler: self.idle.set() if all(s.finished for s in sequences) else None
-        for one in sequences:
-            self.loop.submit([one])
+        for one in groups:
+            if one[0].group is None and len({s.request_id for s in one}) == 1:
+                self.loop.submit(one)
+            else:
+                for alone in one:
+                    self.loop.submit([alone])
         self.loop.start()
         assert self.idle.wait(60)
         self.loop.stop()
 
     def records(self) -> list[dict]:
         return [json.loads(line) for line in self.path.read_text().splitlines()]
+
+
+def groups(count: int, seed: int = 0) -> list[list]:
+    """Requests of several samples or beams."""
+    random = np.random.default_rng(seed)
+    made = []
+    for number in range(count):
+        prompt = random.integers(1, 900, int(random.integers(1, 25))).tolist()
+        if number % 2:
+            made.append(group(str(number), prompt, int(random.integers(10, 30)), int(random.integers(2, 5))))
+        else:
+            stops = frozenset(range(0, 1000, 9))
+            made.append(beams(str(number), prompt, int(random.integers(1, 15)), int(random.integers(2, 5)), stop_token_ids=stops))
+    return made
 
 
 def work(count: int, seed: int = 0, **changes) -> list:
@@ -63,6 +84,21 @@ def work(count: int, seed: int = 0, **changes) -> list:
         priority = int(random.integers(-1, 2))
         made.append(sequence(str(number), prompt, int(random.integers(1, 12)), priority=priority, **changes))
     return made
+
+
+@pytest.mark.parametrize("kind", ["recompute", "swap"])
+@pytest.mark.parametrize("num_host_blocks", [None, (12,)])
+def test_a_replay_makes_the_same_decisions_about_samples_and_beams(tmp_path, kind, num_host_blocks):
+    engine = Logged(
+        tmp_path / "steps.log", num_blocks=22, num_host_blocks=num_host_blocks, preemption=PreemptionSettings(kind)
+    )
+    requests = groups(30) + [[one] for one in work(20)]
+    engine.run(*requests)
+    again = replay(engine.path)
+    assert again.difference is None
+    assert again.num_preemptions == engine.scheduler.num_preemptions > 0
+    if kind == "swap" and num_host_blocks:
+        assert engine.scheduler.num_swap_preemptions > 0
 
 
 @pytest.mark.parametrize("overlap", [False, True])

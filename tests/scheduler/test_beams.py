@@ -10,20 +10,12 @@ from hypothesis import strategies as st
 from jserve.request import EarlyStopping, FinishReason
 from jserve.runner.fake_runner import next_candidates, next_token
 from jserve.sampling.beam_search import BeamSearch, Candidates
-from jserve.scheduler import PreemptionSettings, Sequence, SequenceState
-from tests.support.host_engine import VOCAB_SIZE, HostEngine, expected_output, group, output, sampling, sequence
+from jserve.scheduler import PreemptionSettings, SequenceState
+from tests.support.host_engine import VOCAB_SIZE, HostEngine, beams, expected_output, group, output, sequence
 
 
 def prompt(length: int, first: int = 1) -> list[int]:
     return [(first + 7 * i) % 1000 for i in range(length)]
-
-
-def beams(name: str, tokens: list[int], max_tokens: int, width: int, **changes) -> list[Sequence]:
-    params = sampling(max_tokens, beam_width=width, n=width, best_of=width, **changes)
-    return [
-        Sequence(name, np.array(tokens, np.int32), params, index=index, search=BeamSearch(params) if index == 0 else None)
-        for index in range(width)
-    ]
 
 
 def alone(tokens: list[int], params) -> list[tuple]:

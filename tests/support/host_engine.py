@@ -12,6 +12,7 @@ from jserve.engine.outputs import apply
 from jserve.kv import BlockManager, GroupSpec
 from jserve.request import FinishReason, Sampling
 from jserve.runner.fake_runner import FakeRunner, next_token
+from jserve.sampling.beam_search import BeamSearch
 from jserve.scheduler import PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, Sequence, StepPlan
 from jserve.scheduler.buckets import powers_up_to
 from tests.support.kv_runner import KvRunner
@@ -46,6 +47,15 @@ def group(name: str, prompt: ListOf[int], max_tokens: int, count: int, **changes
     return [
         Sequence(name, np.array(prompt, np.int32), sampling(max_tokens, n=count, best_of=count, **changes), index=index)
         for index in range(count)
+    ]
+
+
+def beams(name: str, prompt: ListOf[int], max_tokens: int, width: int, **changes) -> list[Sequence]:
+    """The beams of one request."""
+    params = sampling(max_tokens, beam_width=width, n=width, best_of=width, **changes)
+    return [
+        Sequence(name, np.array(prompt, np.int32), params, index=index, search=BeamSearch(params) if index == 0 else None)
+        for index in range(width)
     ]
 
 
