@@ -25,6 +25,8 @@ class ModelSection:
     """A model's name (smollm2-135m), a GGUF file, or a folder with config.json and safetensors."""
     dtype: str | None = None
     """Weights and activations: float32 or bfloat16. auto: float32 on CPU, bfloat16 elsewhere."""
+    quantize: str = "none"
+    """int8: matrices in 8 bits with a scale a row, 8-bit products; made while loading. none: as dtype says."""
     context_length: int | None = None
     """Longest prompt + output in tokens. auto: what the model was made for."""
     generation_config: str = "auto"

@@ -35,6 +35,7 @@ ALIASES = (
     Alias(
         ("--generation-config",), "model.generation_config", "auto|none", "none: ignore the model's sampling defaults"
     ),
+    Alias(("--quantize",), "model.quantize", "none|int8", "int8: a quarter of the weight bytes, 8-bit products"),
     Alias(("--kv-dtype",), "kv.dtype", "DTYPE", "the KV cache: float32 or bfloat16"),
     Alias(("--kv-memory",), "kv.memory_bytes", "BYTES", "size of the KV cache"),
     Alias(("--no-prefix-cache",), "kv.prefix_cache", help="never reuse the KV of equal prefixes", fixed=False),

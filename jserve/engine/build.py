@@ -23,6 +23,8 @@ from jserve.kv.block_keys import root_key
 from jserve.metrics import Histograms, RequestCounts
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import attention_spec
+from jserve.models.registry import model_code
+from jserve.models.spec import num_parameters
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, make_compile_plan
 from jserve.runner.compiler import CompileCounter
 from jserve.runner.executable_store import ExecutableStore
@@ -73,6 +75,7 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
     model = load_model(
         config.model.path,
         config.model.dtype,
+        quantize=None if config.model.quantize == "none" else config.model.quantize,
         context_length=config.model.context_length,
         progress=lambda done, total: report.progress("load weights", done, total),
     )
@@ -101,7 +104,7 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
         prefix_cache=config.kv.prefix_cache,
         num_host_blocks=(num_host_blocks + 1,) * len(layouts) if num_host_blocks else None,
     )
-    blocks = kv.make(root_key(model=model.digest, dtype=config.model.dtype, kv_dtype=config.kv.dtype))
+    blocks = kv.make(root_key(model=model.digest, dtype=f"{config.model.dtype} {config.model.quantize}", kv_dtype=config.kv.dtype))
     programs = make_programs(model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size, num_host_blocks)
     report.line(f"compile plan: {plan}")
     runner = _ready_runner(config, programs, model, blocks, report)
@@ -153,6 +156,8 @@ def resolve_automatic(config: Config, platform: str) -> Config:
     for key, value in (("model.dtype", config.model.dtype), ("kv.dtype", config.kv.dtype)):
         if value not in DTYPES:
             raise ConfigError(f"{key} = {value!r}: one of {', '.join(DTYPES)}")
+    if config.model.quantize not in ("none", "int8"):
+        raise ConfigError(f"model.quantize = {config.model.quantize!r}: one of none, int8")
     positive = {
         "kv.block_size": config.kv.block_size,
         "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
@@ -357,7 +362,7 @@ def _wire(
         family=model.config.family,
         context_length=model.config.context_length,
         vocab_size=model.config.vocab_size,
-        num_parameters=sum(leaf.size for leaf in jax.tree.leaves(model.params)),
+        num_parameters=num_parameters(model_code(model.config).param_specs(model.config, config.model.dtype)),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_ids=eos_token_ids,
         dtype=config.model.dtype,

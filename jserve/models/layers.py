@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.models.config import RopeScaling
+from jserve.models.quantized import QuantizedMatrix, quantized_dot
 
 
 def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
@@ -21,12 +22,15 @@ def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
     return x.astype(x_TD.dtype) * weight_D
 
 
-def linear(x_TD: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(x_TD: jax.Array, weight: jax.Array | QuantizedMatrix, bias: jax.Array | None = None) -> jax.Array:
     """x @ weight.T (+ bias) for a weight [out, D], accumulated in float32, in x's dtype.
 
     The weight is the left operand: XLA's CPU matmul is then a quarter faster at 8 to 32 rows, and no slower at others.
     """
-    y = jnp.dot(weight, x_TD.T, precision=dot_precision(x_TD.dtype), preferred_element_type=jnp.float32).T
+    if isinstance(weight, QuantizedMatrix):
+        y = quantized_dot(x_TD, weight)
+    else:
+        y = jnp.dot(weight, x_TD.T, precision=dot_precision(x_TD.dtype), preferred_element_type=jnp.float32).T
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x_TD.dtype)

@@ -17,6 +17,7 @@ import numpy as np
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan, ForwardInputs, attention_spec
 from jserve.models.layers import apply_rope, dot_precision, linear, rms_norm, rope_table
+from jserve.models.quantized import QuantizedMatrix, quantized_dot, take_rows
 from jserve.models.run_layers import run_layers
 from jserve.models.spec import Initialiser, ParamSpec, Piece, normal, ones, zeros
 from pallas_kernels.paged_attention import AttentionSpec, paged_attention, prepare
@@ -83,8 +84,7 @@ def begin(
     spec = _spec(config, attention)
     metadata = prepare(batch, inputs.token_ids.shape[0], layout, spec, attention.implementation)
     rope = rope_table(config.rope, config.head_dim, inputs.positions)
-    # mode="clip": ids are checked at the edge, and the default would add code for negative ones
-    hidden_TD = jnp.take(params.embedding, inputs.token_ids, axis=0, mode="clip")
+    hidden_TD = take_rows(params.embedding, inputs.token_ids, params.final_norm.dtype)
     return hidden_TD, StepContext(metadata, rope)
 
 
@@ -123,6 +123,8 @@ def _spec(config: ModelConfig, attention: AttentionPlan) -> AttentionSpec:
 def logits(params: LlamaParams, config: ModelConfig, hidden_RD: jax.Array) -> jax.Array:
     """f32[R, V] of the rows that are sampled or scored."""
     head_VD = params.embedding if params.head is None else params.head
+    if isinstance(head_VD, QuantizedMatrix):
+        return quantized_dot(hidden_RD, head_VD)
     return jnp.einsum(
         "RD,VD->RV", hidden_RD, head_VD, precision=dot_precision(hidden_RD.dtype), preferred_element_type=jnp.float32
     )
@@ -143,9 +145,12 @@ def _mlp(x_TD: jax.Array, weights: LlamaLayers) -> jax.Array:
     return linear(jax.nn.silu(gate_TF) * up_TF, weights.down, weights.down_bias)
 
 
-def param_specs(config: ModelConfig, dtype: np.dtype | str, num_shards: int = 1) -> LlamaParams:
-    """The spec tree.  `num_shards` is the number of parts that a split of the ffn axis makes (the order of gate_up)."""
-    dtype = jnp.dtype(dtype)
+def param_specs(
+    config: ModelConfig, dtype: np.dtype | str, num_shards: int = 1, quantize: str | None = None
+) -> LlamaParams:
+    """The spec tree.  `num_shards` is the number of parts that a split of the ffn axis makes (the order of gate_up);
+    `quantize` "int8" makes every matrix a QuantizedMatrix, norms and biases stay in `dtype`."""
+    dtype, is_int8 = jnp.dtype(dtype), quantize == "int8"
     L, D, N, K, H = config.num_layers, config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
     F, G, V = config.d_ff, config.q_per_kv, config.vocab_size
     if K % num_shards or F % num_shards:
@@ -155,7 +160,8 @@ def param_specs(config: ModelConfig, dtype: np.dtype | str, num_shards: int = 1)
         shape: tuple[int, ...], axes: tuple[str, ...], pieces: tuple[Piece, ...], init: Initialiser = normal
     ) -> ParamSpec:
         names = tuple(Piece(f"model.layers.{{layer}}.{p.name}", p.units, p.start, p.stop) for p in pieces)
-        return ParamSpec((L, *shape), dtype, ("layers", *axes), init, names, stacked=True)
+        quantized = is_int8 and len(shape) == 2
+        return ParamSpec((L, *shape), dtype, ("layers", *axes), init, names, stacked=True, quantized=quantized)
 
     def qkv(kind: str) -> tuple[Piece, ...]:
         bounds = (0, G * H, (G + 1) * H, (G + 2) * H)
@@ -172,9 +178,11 @@ def param_specs(config: ModelConfig, dtype: np.dtype | str, num_shards: int = 1)
     def bias(present: bool, size: int, axis: str, pieces: tuple[Piece, ...]) -> ParamSpec | None:
         return stacked((size,), (axis,), pieces, zeros) if present else None
 
-    table_axes = ("vocab", "embed")
+    def table(name: str) -> ParamSpec:
+        return ParamSpec((V, D), dtype, ("vocab", "embed"), normal, (Piece(name),), quantized=is_int8)
+
     return LlamaParams(
-        embedding=ParamSpec((V, D), dtype, table_axes, normal, (Piece("model.embed_tokens.weight"),)),
+        embedding=table("model.embed_tokens.weight"),
         layers=LlamaLayers(
             attention_norm=stacked((D,), ("embed",), (Piece("input_layernorm.weight"),), ones),
             qkv=stacked((K * (G + 2) * H, D), ("kv_heads", "embed"), qkv("weight")),
@@ -188,5 +196,5 @@ def param_specs(config: ModelConfig, dtype: np.dtype | str, num_shards: int = 1)
             down_bias=bias(config.mlp_bias, D, "embed", (Piece("mlp.down_proj.bias"),)),
         ),
         final_norm=ParamSpec((D,), dtype, ("embed",), ones, (Piece("model.norm.weight"),)),
-        head=None if config.tied else ParamSpec((V, D), dtype, table_axes, normal, (Piece("lm_head.weight"),)),
+        head=None if config.tied else table("lm_head.weight"),
     )

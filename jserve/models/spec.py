@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.models.quantized import QuantizedMatrix, quantize_rows
+
 Initialiser = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 """(key, shape, dtype) -> values, as in jax.nn.initializers."""
 
@@ -44,6 +46,8 @@ class ParamSpec:
     """The checkpoint tensors that fill it; together they cover every element once."""
     stacked: bool = False
     """Axis 0 counts layers, and each layer has its own checkpoint tensors."""
+    quantized: bool = False
+    """Kept as a QuantizedMatrix of this shape."""
 
     def __post_init__(self):
         assert len(self.shape) == len(self.logical_axes), self
@@ -63,6 +67,8 @@ class ParamSpec:
 
     @property
     def num_bytes(self) -> int:
+        if self.quantized:
+            return math.prod(self.shape) + 4 * math.prod(self.shape[:-1])
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, piece: Piece) -> int:
@@ -104,14 +110,28 @@ def checkpoint_tensors(spec: ParamSpec) -> Iterator[tuple[str, Piece, int]]:
 def init_params(specs: Any, key: jax.Array) -> Any:
     """Random parameters: leaf i is drawn from fold_in(key, i)."""
     flat, tree = jax.tree.flatten(specs)
-    return tree.unflatten(
-        spec.init(jax.random.fold_in(key, index), spec.shape, spec.dtype) for index, spec in enumerate(flat)
-    )
+
+    def draw(index: int, spec: ParamSpec) -> jax.Array | QuantizedMatrix:
+        array = spec.init(jax.random.fold_in(key, index), spec.shape, spec.dtype)
+        if not spec.quantized:
+            return array
+        values, scales = np.empty(spec.shape, np.int8), np.empty(spec.shape[:-1], np.float32)
+        quantize_rows(np.asarray(array), values, scales)
+        return QuantizedMatrix(jnp.asarray(values), jnp.asarray(scales))
+
+    return tree.unflatten(draw(index, spec) for index, spec in enumerate(flat))
 
 
 def shapes(specs: Any) -> Any:
     """The tree of jax.ShapeDtypeStruct, for compiling without weights."""
-    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
+
+    def shape(spec: ParamSpec) -> Any:
+        if spec.quantized:
+            scales = jax.ShapeDtypeStruct(spec.shape[:-1], jnp.float32)
+            return QuantizedMatrix(jax.ShapeDtypeStruct(spec.shape, jnp.int8), scales)
+        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+
+    return jax.tree.map(shape, specs)
 
 
 def ones(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -269,7 +269,7 @@ class ProgramSet:
         pools = tuple(
             jax.ShapeDtypeStruct(shape, layout.storage_dtype) for shape, layout in zip(self._pool_shapes, self._layouts)
         )
-        width, dtype = self._config.d_model, params.outer.embedding.dtype
+        width, dtype = self._config.d_model, params.outer.final_norm.dtype
         slot_tokens = _i32(self.num_slots + 1)
         sample_hidden = jax.ShapeDtypeStruct((self.num_slots, width), dtype)
         jobs: dict = {}

@@ -5,6 +5,7 @@ Host memory holds the parameters (on an accelerator: the largest one at a time) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax
 import numpy as np
 
 from jserve.models.config import ModelConfig, ModelError
+from jserve.models.quantized import QuantizedMatrix, quantize_rows
 from jserve.models.registry import model_code
 from jserve.models.spec import ParamSpec, checkpoint_tensors, leaves, num_bytes
 from jserve.weights.checkpoint import HEAD, Checkpoint, open_checkpoint
@@ -44,18 +46,20 @@ def load_model(
     path: str | Path,
     dtype: np.dtype | str,
     *,
+    quantize: str | None = None,
     context_length: int | None = None,
     device: jax.Device | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """The model at `path` (a GGUF file, or a folder with config.json and safetensors) with its weights in `dtype`.
 
+    `quantize` "int8" keeps the matrices as QuantizedMatrix, made row by row while they are read.
     `device` None is jax's default device.  Raises ModelError (WeightsError where the files are at fault).
     """
     checkpoint = open_checkpoint(path)
     try:
         config = checkpoint.config.with_context_length(context_length)
-        specs = model_code(config).param_specs(config, dtype)
+        specs = model_code(config).param_specs(config, dtype, quantize=quantize)
     except ModelError as error:
         raise WeightsError(f"{path}: {error}") from None
     device = device or jax.devices()[0]
@@ -76,15 +80,17 @@ def load_params(specs: Any, checkpoint: Checkpoint, place: Place, progress: Prog
     total = num_bytes(specs)
     done = 0
 
-    def load(spec: ParamSpec) -> jax.Array:
+    def load(spec: ParamSpec) -> jax.Array | QuantizedMatrix:
         nonlocal done
-        array = _aligned_empty(spec)
+        array = _aligned_empty(spec.shape, np.int8 if spec.quantized else spec.dtype)
+        scales = _aligned_empty(spec.shape[:-1], np.float32) if spec.quantized else None
         for name, piece, layer in checkpoint_tensors(spec):
-            _fill(spec.view(array, piece, layer), checkpoint.tensors[name])
+            view = spec.view(array, piece, layer)
+            _fill(view, checkpoint.tensors[name], None if scales is None else spec.view(scales, piece, layer))
         done += spec.num_bytes
         if progress is not None:
             progress(done, total)
-        return place(array, spec)
+        return place(array, spec) if scales is None else QuantizedMatrix(place(array, spec), place(scales, spec))
 
     return jax.tree.map(load, specs)
 
@@ -116,19 +122,25 @@ def _is_derived(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _fill(target: np.ndarray, tensor: StoredTensor) -> None:
-    """Reads `tensor` in pieces into the view [units, rows, ...], converting to its dtype."""
+def _fill(target: np.ndarray, tensor: StoredTensor, scales: np.ndarray | None) -> None:
+    """Reads `tensor` in pieces into the view [units, rows, ...], converting to its dtype; where there are `scales`
+    [units, rows], quantized."""
     rows_per_unit = target.shape[1]
     for unit in range(target.shape[0]):
         first = unit * rows_per_unit
         for start, stop in tensor.pieces(first, first + rows_per_unit):
-            target[unit, start - first : stop - first] = tensor.read(start, stop)
+            rows = slice(start - first, stop - first)
+            if scales is None:
+                target[unit, rows] = tensor.read(start, stop)
+            else:
+                quantize_rows(tensor.read(start, stop), target[unit, rows], scales[unit, rows])
 
 
-def _aligned_empty(spec: ParamSpec) -> np.ndarray:
-    buffer = np.empty(spec.num_bytes + _ALIGNMENT, np.uint8)
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+    buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
-    return buffer[start : start + spec.num_bytes].view(spec.dtype).reshape(spec.shape)
+    return buffer[start : start + num_bytes].view(dtype).reshape(shape)
 
 
 def _put(array: np.ndarray, device: jax.Device) -> jax.Array:
