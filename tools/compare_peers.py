@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -80,7 +79,9 @@ async def _compare(arguments: argparse.Namespace) -> int:
 
 
 def _set_up(name: str, folder: Path) -> Path:
-    make = {"vllm": environments.vllm, "llama.cpp": environments.llama_server, "transformers": environments.transformers}
+    make = {
+        "vllm": environments.vllm, "llama.cpp": environments.llama_server, "transformers": environments.transformers,
+    }
     return make[name](folder)
 
 
@@ -104,7 +105,8 @@ async def _beside_server(
                         one.resume()
                         runs[side].append(await _measure(one.launch, load, concurrency, arguments))
                         one.pause()
-                        _say(f"{one.launch.name} at {concurrency}: {runs[side][-1].figures['output_throughput']:.1f} tok/s")
+                        rate = runs[side][-1].figures["output_throughput"]
+                        _say(f"{one.launch.name} at {concurrency}: {rate:.1f} tok/s")
                 us.resume()
                 agreed = await _agreement(us, load, runs)
                 us.pause()
@@ -165,7 +167,9 @@ def _transformers(python: Path, model: Path, dtype: str, load: Load, concurrency
         "output_len": requests[0].sampling_params.max_tokens,
     }
     script = Path(__file__).parent / "peers" / "transformers_client.py"
-    done = subprocess.run([str(python), str(script)], input=json.dumps(job), capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        [str(python), str(script)], input=json.dumps(job), capture_output=True, text=True, timeout=1800
+    )
     if done.returncode:
         raise servers.NotReady(f"transformers: {done.stderr.splitlines()[-1]}")
     answer = json.loads(done.stdout.splitlines()[-1])
@@ -244,12 +248,12 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS), help="[all]")
     parser.add_argument("--dtype", nargs="+", choices=THEIR_DTYPE, default=["float32"], help="ours [float32]")
-    parser.add_argument("--max-concurrency", nargs="+", type=int, default=[1, 8, 32, 64], metavar="N", help="[1 8 32 64]")
+    parser.add_argument("--max-concurrency", nargs="+", type=int, default=[1, 8, 32, 64], help="[1 8 32 64]")
     parser.add_argument("--rounds", type=int, default=1, help="times that the engines take turns [%(default)s]")
     parser.add_argument("--num-prompts", type=int, metavar="N", help="requests a run [by concurrency]")
     parser.add_argument("--input-len", type=int, default=128, metavar="N", help="[%(default)s]")
     parser.add_argument("--output-len", type=int, default=64, metavar="N", help="[%(default)s]")
-    parser.add_argument("--shared-prefix-len", type=int, default=0, metavar="N", help="shared tokens before them [none]")
+    parser.add_argument("--shared-prefix-len", type=int, default=0, help="shared tokens before them [none]")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="of both servers [%(default)s]")
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF that jserve reads [%(default)s]")
     parser.add_argument("--jserve-flags", nargs=argparse.REMAINDER, default=[], help="more flags of jserve serve, last")
@@ -257,7 +261,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--page", type=Path, default=PAGE, help="[docs/benchmarks.md]")
     parser.add_argument("--start-timeout-s", type=float, default=400.0, metavar="S", help="[%(default)g]")
     parser.add_argument("--time-limit-s", type=float, default=3600.0, metavar="S", help="of all [%(default)g]")
-    parser.add_argument("--setup-only", action="store_true", help="make the environments and the model, measure nothing")
+    parser.add_argument("--setup-only", action="store_true", help="make environments and model, measure nothing")
     return parser.parse_args()
 
 

@@ -98,7 +98,8 @@ class HttpClient:
                 pass
             whole = headers.get("connection", "").lower() != "close"
         except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
-            raise RequestError(Code.UNAVAILABLE, f"{self._host}:{self._port}: {error or type(error).__name__}") from None
+            where = f"{self._host}:{self._port}"
+            raise RequestError(Code.UNAVAILABLE, f"{where}: {error or type(error).__name__}") from None
         finally:
             if connection is not None:
                 self._idle.append(connection) if whole else connection.close()

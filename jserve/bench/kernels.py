@@ -25,7 +25,7 @@ DEFAULT_BLOCK = {"cpu": 32}
 
 @dataclass(frozen=True)
 class KernelLoad:
-    """The steps to measure, each alone: decodes of `batch` sequences at `context`, chunks of `chunk` tokens after `past`."""
+    """The steps to measure, each alone: decodes of so many sequences at `context`, chunks of so many tokens after `past`."""
 
     heads: str = "smollm2-135m"
     batches: Sequence[int] = (1, 8, 32, 64)
@@ -50,7 +50,8 @@ def measure(load: KernelLoad, on_done: Callable[[dict], None] = lambda point: No
     for kind, one in _cases(load, block_size):
         pool_layout = layout(platform, one.heads.num_kv_heads, one.heads.head_dim, block_size, dtype)
         for name in load.implementations or [choose(platform, pool_layout, one.spec)]:
-            inputs = build(one, platform, dtype, compute_dtype=dtype, num_layers=load.num_layers)  # the run takes its pool
+            # Built for each, as a run takes the pool.
+            inputs = build(one, platform, dtype, compute_dtype=dtype, num_layers=load.num_layers)
             seconds = least_seconds(inputs, name, load.num_layers, load.repeats)
             num_bytes, num_flops = work(one, np.dtype(jnp.dtype(dtype)).itemsize)
             point = {
@@ -121,7 +122,8 @@ def render(answer: dict[str, object]) -> str:
     lines = [
         f"{answer['device']}: copies {answer['copy_gb_per_s']:.1f} GB/s, multiplies {answer['matrix_gflop_per_s']:.0f}"
         f" GFLOP/s in {answer['dtype']}",
-        f"{'case':<34}{'implementation':>15}{'ms/layer':>10}{'KV GB/s':>9}{'of copy':>9}{'GFLOP/s':>9}{'of matrix':>10}",
+        f"{'case':<34}{'implementation':>15}{'ms/layer':>10}{'KV GB/s':>9}{'of copy':>9}{'GFLOP/s':>9}"
+        f"{'of matrix':>10}",
     ]
     for point in answer["points"]:
         lines.append(
@@ -140,7 +142,8 @@ def _cases(load: KernelLoad, block_size: int) -> list[tuple[str, Case]]:
         for batch in load.batches
     ]
     chunks = [
-        (CHUNK, case(f"chunk_{chunk}_after_{load.past}", load.heads, chunks=[(load.past, chunk)], block_size=block_size))
+        (CHUNK, case(f"chunk_{chunk}_after_{load.past}", load.heads, chunks=[(load.past, chunk)],
+                     block_size=block_size))
         for chunk in load.chunks
     ]
     return decodes + chunks

@@ -11,6 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 TICK_S = 0.02
 MAX_CPU_SHARE = 0.9
 """Of one core: a client that is busy all the time hears tokens when it gets to them, not when they come."""
@@ -56,8 +58,6 @@ class LagMeter:
 
 def figures(lags: Sequence[Lag]) -> dict[str, object]:
     """The report's `client`: over all client processes."""
-    import numpy as np
-
     wake = [1e3 * late for lag in lags for late in lag.wake_s]
     send = [1e3 * late for lag in lags for late in lag.send_s]
     return {

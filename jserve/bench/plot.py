@@ -23,7 +23,8 @@ BLUE, PALE, RED, ORANGE = "#1f6fb2", "#a8cbe8", "#c0392b", "#d9822b"
 
 STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; margin: 24px auto; color: #222; max-width: 1100px; }
-h1 { font-size: 20px; margin: 0 0 2px; } h2 { font-size: 15px; margin: 26px 0 2px; } p { margin: 2px 0 8px; color: #555; }
+h1 { font-size: 20px; margin: 0 0 2px; } h2 { font-size: 15px; margin: 26px 0 2px; }
+p { margin: 2px 0 8px; color: #555; }
 svg { display: block; background: #fafafa; } text { font: 11px system-ui, sans-serif; fill: #444; }
 .tiles { display: flex; flex-wrap: wrap; gap: 10px; margin: 14px 0; }
 .tile { background: #f2f5f8; border-radius: 6px; padding: 8px 14px; } .tile b { display: block; font-size: 19px; }

@@ -174,11 +174,12 @@ def _pace(arguments: argparse.Namespace) -> serve.Pace:
 
 
 def _options(arguments: argparse.Namespace) -> serve.Options:
+    needed = SLO_PERCENTILES if arguments.sweep else ()
     return serve.Options(
         num_warmups=arguments.num_warmups,
         num_processes=arguments.num_client_processes,
         stall_timeout_s=arguments.stall_timeout_s,
-        percentiles=tuple(dict.fromkeys((*arguments.metric_percentiles, *(SLO_PERCENTILES if arguments.sweep else ())))),
+        percentiles=tuple(dict.fromkeys((*arguments.metric_percentiles, *needed))),
         goodput=arguments.goodput,
     )
 

@@ -121,7 +121,9 @@ def _add_output(group) -> None:
         "--capacity", type=number_list, metavar="LIST",
         help="requests a second at these targets for P99 TBT, in ms",
     )
-    group.add_argument("--goodput", type=target, nargs="+", action=MergeTargets, metavar="NAME:MS", help="ttft:200 tpot:50")
+    group.add_argument(
+        "--goodput", type=target, nargs="+", action=MergeTargets, metavar="NAME:MS", help="ttft:200 tpot:50"
+    )
     group.add_argument("--metric-percentiles", type=percentages, default=(99.0,), metavar="LIST", help="[99]")
     group.add_argument(
         "--plot", metavar="FILE",

@@ -141,7 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--interval", type=number(above=True), default=1.0, metavar="S", help="seconds between looks [%(default)g]"
     )
-    parser.add_argument("--once", action="store_true", help="one JSON object over one interval (also without a terminal)")
+    parser.add_argument("--once", action="store_true", help="one JSON object over an interval (as without a terminal)")
     add_client_flags(parser)
 
 

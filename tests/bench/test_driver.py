@@ -88,7 +88,8 @@ def test_failures_are_counted_by_kind_and_stay_out_of_the_percentiles(driven):
     lost = RequestError(Code.UNAVAILABLE, "reset")
     scripts = {0: (), 1: ((0.5, 2), lost), 2: (full,)}
     pick = lambda number: scripts.get(number % 10, M1)
-    figures = report.summarize(driven(ScriptedServer(pick), [talk(one) for one in requests(100)], concurrency=5).records)
+    outcome = driven(ScriptedServer(pick), [talk(one) for one in requests(100)], concurrency=5)
+    figures = report.summarize(outcome.records)
     assert figures["errors"] == {"empty": 10, "UNAVAILABLE": 10, "RESOURCE_EXHAUSTED": 10}
     assert (figures["completed"], figures["failed"]) == (70, 30)
     assert figures["total_output_tokens"] == 70 * 11, "tokens of cut streams are no throughput"

@@ -24,7 +24,8 @@ async def test_a_request_is_a_span_with_queue_prefill_and_decode_inside():
     with stand_in_engine() as engine:
         assert engine._spans is None, "off unless asked for"
         engine._spans = Spans(provider, "m")
-        request = GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="r", sampling_params=SamplingParams(max_tokens=4))
+        params = SamplingParams(max_tokens=4)
+        request = GenerateRequest(prompt_token_ids=[1, 2, 3], request_id="r", sampling_params=params)
         answer = await engine.generate_all(request)
         spans = {span.name: span for span in kept.get_finished_spans()}
     whole = spans["jserve.request"]

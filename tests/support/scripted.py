@@ -109,6 +109,7 @@ async def _send(writer: asyncio.StreamWriter, event: dict | None) -> None:
 
 
 def _usage(prompt: int, completion: int, cached: int) -> dict:
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": {"cached_tokens": cached}}
+    details = {"cached_tokens": cached}
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "prompt_tokens_details": details}
 
 

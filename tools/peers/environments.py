@@ -1,4 +1,4 @@
-"""Environments of the other engines: made once, each in a folder of its own, with the packages of the machine's index."""
+"""Environments of the other engines: made once, each in a folder of its own."""
 
 from __future__ import annotations
 
