@@ -100,7 +100,8 @@ def _run_capacity(arguments: argparse.Namespace, setup: Setup) -> int:
     _deliver(answer, capacity.table(found), arguments)
     if arguments.plot:
         title = f"Capacity under a target for P99 time between tokens: {setup.about['model_id']}"
-        Path(arguments.plot).write_text(capacity.plot_html(found, title))
+        is_picture = arguments.plot.endswith(".svg")
+        Path(arguments.plot).write_text(capacity.plot_svg(found) if is_picture else capacity.plot_html(found, title))
         print(f"plot written to {arguments.plot}", file=sys.stderr)
     return 0
 

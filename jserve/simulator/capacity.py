@@ -118,8 +118,8 @@ def table(capacities: Sequence[Capacity]) -> str:
     return "\n".join(lines)
 
 
-def plot_html(capacities: Sequence[Capacity], title: str) -> str:
-    """Capacity by target, one line a system, as a page with inline SVG."""
+def plot_svg(capacities: Sequence[Capacity]) -> str:
+    """Capacity by target, one line a system, as a picture by itself."""
     width, height, left, bottom = 760, 380, 70, 330
     names = list(dict.fromkeys(one.system for one in capacities))
     targets = sorted({one.target_s for one in capacities})
@@ -137,24 +137,43 @@ def plot_html(capacities: Sequence[Capacity], title: str) -> str:
     for k in range(5):
         rate = most * k / 4
         parts.append(f"<text x='{left - 8}' y='{y(rate) + 4:.0f}' text-anchor='end'>{rate:.3g}</text>")
-        parts.append(f"<line x1='{left}' x2='{width - 120}' y1='{y(rate):.0f}' y2='{y(rate):.0f}' stroke='#0001' />")
+        place = f"x1='{left}' x2='{width - 120}' y1='{y(rate):.0f}' y2='{y(rate):.0f}'"
+        parts.append(f"<line {place} stroke='#000' stroke-opacity='0.08' />")
     for target in targets:
         parts.append(f"<text x='{x(target):.0f}' y='{bottom + 18}' text-anchor='middle'>{1e3 * target:g} ms</text>")
+    ends = {one.system: y(one.rate) for one in capacities if one.target_s == targets[-1]}
+    labels = _apart(ends)
     for name, colour in zip(names, colours):
         points = [(x(one.target_s), y(one.rate)) for one in capacities if one.system == name]
         line = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
         parts.append(f"<polyline points='{line}' fill='none' stroke='{colour}' stroke-width='2.5' />")
         parts += [f"<circle cx='{px:.1f}' cy='{py:.1f}' r='4' fill='{colour}' />" for px, py in points]
-        place = f"x='{points[-1][0] + 10:.0f}' y='{points[-1][1] + 4:.0f}'"
+        place = f"x='{points[-1][0] + 10:.0f}' y='{labels[name] + 4:.0f}'"
         parts.append(f"<text {place} fill='{colour}'>{html.escape(name)}</text>")
     parts.append(f"<text x='{left}' y='22'>requests a second that keep the target (up: better)</text>")
     middle = (left + width - 120) / 2
     parts.append(f"<text x='{middle:.0f}' y='{bottom + 40}' text-anchor='middle'>target for P99 TBT</text>")
     return (
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' font-family='sans-serif'"
+        f" font-size='12'>{''.join(parts)}</svg>"
+    )
+
+
+def _apart(heights: Mapping[str, float], least: float = 14.0) -> dict[str, float]:
+    """The same heights, moved up where two names would cover each other."""
+    placed: dict[str, float] = {}
+    below = math.inf
+    for name in sorted(heights, key=heights.get, reverse=True):
+        below = placed[name] = min(heights[name], below - least)
+    return placed
+
+
+def plot_html(capacities: Sequence[Capacity], title: str) -> str:
+    """The picture and the table as a page."""
+    return (
         f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        "<style>body{font:14px system-ui,sans-serif;margin:24px} text{font:12px system-ui,sans-serif}</style>"
-        f"<h1 style='font-size:20px'>{html.escape(title)}</h1>"
-        f"<svg width='{width}' height='{height}'>{''.join(parts)}</svg>"
+        "<style>body{font:14px system-ui,sans-serif;margin:24px}</style>"
+        f"<h1 style='font-size:20px'>{html.escape(title)}</h1>{plot_svg(capacities)}"
         f"<pre>{html.escape(table(capacities))}</pre>"
     )
 
