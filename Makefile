@@ -2,7 +2,7 @@
 #
 #   make serve          installs into .venv, fetches SmolLM2, serves it           ARGS="--port 50052" adds flags
 #   make test           the tests, about 15 minutes on two cores                  PYTEST_ARGS="-k stop" narrows
-#   make test-compile   kernels through the real TPU compiler, no device (downloads about 400 MB)
+#   make test-compile   kernels through the real TPU and GPU compilers, no device (downloads about 700 MB)
 #   make test-next      engine and CPU kernel tests with the newest jax, where a python3.12 is found
 #   make soak           the long tests
 #   make clean          removes the environments
@@ -22,7 +22,8 @@ ARGS ?=
 JOBS ?= 2
 PYTEST_ARGS ?=
 # Not yet among them: the interpreted TPU kernels, which have been run with jax 0.10.2 only.
-NEXT_TESTS ?= tests/engine tests/pallas_kernels/test_paged_attention.py tests/pallas_kernels/test_block_copy.py
+NEXT_TESTS ?= tests/engine tests/pallas_kernels/test_paged_attention.py tests/pallas_kernels/test_block_copy.py \
+	tests/pallas_kernels/test_mosaic_gpu.py
 COMPILE_TESTS := $(wildcard tests/compile/test_*.py tests/compile/*/test_*.py)
 
 comma := ,
@@ -74,7 +75,7 @@ test-compile:
 else
 .venv-compile/installed: pyproject.toml
 	@$(call environment,.venv-compile,$(PYTHON))
-	@echo "installing the TPU compiler (once; about 400 MB)"
+	@echo "installing the TPU and GPU compilers (once; about 700 MB)"
 	@.venv-compile/bin/python -m pip install --quiet --editable '.[compile]'
 	@touch $@
 

@@ -1,6 +1,6 @@
 """What the GPU kernels and whole steps become in the real compilers, with no GPU: one JSON line a program.
 
-    python tools/gpu_report.py h100                        every kernel case
+    python tools/gpu_report.py h100                        every kernel case and block copies
     python tools/gpu_report.py h100 llama3-8b/mixed        some of them
     python tools/gpu_report.py h100 --step llama3-8b       the whole forward step, smallest and largest bucket
     python tools/gpu_report.py h100 --table                for people
@@ -54,6 +54,7 @@ SHAPES = {
 BUCKETS = {"mixed": (512, 64, False), "decode_1": (1, 1, True), "decode_256": (256, 256, True)}
 """tokens, rows, decode only"""
 CASES = [f"{shape}/mixed" for shape in SHAPES] + ["llama3-8b/decode_1", "llama3-8b/decode_256"]
+COPIES = ("block_copy/copy", "block_copy/scatter", "block_copy/gather")
 STEP_BUCKETS = {"smallest": (8, 8, True), "largest": (2048, 64, False)}
 
 
@@ -65,8 +66,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     prepare_environment()
-    cases = arguments.cases or ([] if arguments.step else CASES)
-    programs = [(name, compile_kernels, (name,)) for name in cases]
+    cases = arguments.cases or ([] if arguments.step else [*CASES, *COPIES])
+    programs = [(name, compile_copies if name in COPIES else compile_kernels, (name,)) for name in cases]
     programs += [(f"{model}/{name}", compile_step, (model, name)) for model in arguments.step for name in STEP_BUCKETS]
     for name, compile_program, its_arguments in programs:
         report = {"program": name, "target": arguments.target} | run(compile_program, arguments.target, *its_arguments)
@@ -149,6 +150,28 @@ def compile_kernels(target: str, case: str):
     pool = jax.ShapeDtypeStruct(pool_layout.shape(NUM_LAYERS, NUM_BLOCKS), pool_layout.storage_dtype)
     batch = RaggedBatch(i32(num_rows, 128), i32(num_rows), i32(num_rows + 1), i32())
     return targets.compile_for(target, step, q, kv, kv, pool, i32(), batch, donate=(3,)), pool
+
+
+def compile_copies(target: str, name: str):
+    """Copies of 16 blocks within a pool, or from and to a staging buffer: (compiled, pool)."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import targets
+    from pallas_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
+    from pallas_kernels.paged_attention import layout
+
+    pool_layout = layout("gpu", 8, 128, 64, "bfloat16")
+    pool = jax.ShapeDtypeStruct(pool_layout.shape(32, 256), pool_layout.storage_dtype)
+    staging = jax.ShapeDtypeStruct((16, 32, *pool.shape[2:]), pool.dtype)
+    ids, count = jax.ShapeDtypeStruct((16,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    function, operands = {
+        "copy": (copy_blocks, (pool, ids, ids, count)),
+        "scatter": (scatter_blocks, (pool, ids, staging, count)),
+        "gather": (gather_blocks, (pool, ids, count)),
+    }[name.split("/")[1]]
+    run = lambda *operands: function(*operands, platform="gpu")
+    return targets.compile_for(target, run, *operands, donate=() if function is gather_blocks else (0,)), pool
 
 
 def compile_step(target: str, model: str, bucket: str):

@@ -90,6 +90,8 @@ def of_tokens(by_tile: jax.Array, tiles: QueryTiles, tokens_a_tile: int, group: 
     return jnp.moveaxis(by_tile, 1, 2).reshape(token.size, -1)[place]
 
 
+# Traced and lowered once a program, however many layers call it: a second each otherwise.
+@functools.partial(jax.jit, static_argnames=("layout", "spec", "tiles", "interpret"))
 def attend_chunks(
     q: jax.Array,  # [T, N, lanes], of the pool's type
     pool: jax.Array,  # [L, B, K, 2, P, lanes]

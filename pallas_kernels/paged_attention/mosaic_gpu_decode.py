@@ -42,6 +42,8 @@ COLUMNS = 64
 """The output leaves in parts of this many lanes: a whole one would cost the room for a second program on the core."""
 
 
+# Traced and lowered once a program, however many layers call it: a second each otherwise.
+@functools.partial(jax.jit, static_argnames=("layout", "spec", "tiles", "interpret"))
 def decode_attention(
     q: jax.Array,  # [R, N, lanes], of the pool's type
     pool: jax.Array,  # [L, B, K, 2, P, lanes]

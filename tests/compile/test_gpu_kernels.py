@@ -92,6 +92,15 @@ def test_h200_takes_the_same_kernels():
     assert_pool_stays(report)
 
 
+@pytest.mark.parametrize("name", ["copy", "scatter", "gather"])
+def test_block_copies_by_xla(name):
+    """A loop moves 16 blocks of all layers, one at a time through a temporary: the pool of 256 stays where it is."""
+    report = reports("h100", *(f"block_copy/{name}" for name in ("copy", "scatter", "gather")))[f"block_copy/{name}"]
+    assert report["alias_bytes"] == (0 if name == "gather" else report["pool_bytes"])
+    assert report["pool_copies"] == 0
+    assert report["temporary_bytes"] < report["pool_bytes"] / 256 + 4096
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name", MORE_KERNELS)
 def test_more_shapes(name):
