@@ -46,16 +46,16 @@ def context_for_http(section: ServerSection, source: Reloaded[Certificates]) -> 
 
 
 def names_in(peer_certificate: dict | None) -> tuple[str, ...]:
-    """Common name, then DNS names, of a certificate as Python's ssl gives it (verified ones only)."""
+    """Common name, DNS names and URIs of a certificate as Python's ssl gives it (verified ones only)."""
     if not peer_certificate:
         return ()
     common = (value for part in peer_certificate.get("subject", ()) for kind, value in part if kind == "commonName")
-    others = (value for kind, value in peer_certificate.get("subjectAltName", ()) if kind == "DNS")
-    return _unique((*common, *others))
+    others = [(kind, value) for kind, value in peer_certificate.get("subjectAltName", ()) if kind in ("DNS", "URI")]
+    return _unique((*common, *(value for _, value in sorted(others, key=lambda other: other[0]))))
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))
+    return tuple(dict.fromkeys(filter(None, names)))
 
 
 def _read(section: ServerSection) -> Certificates:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import urllib.parse
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
@@ -29,7 +31,7 @@ class Credentials:
     authorization: Sequence[str] = ()
     tenant: Sequence[str] = ()
     certificate_names: Collection[str] = ()
-    """Common name and DNS names of the client's certificate; the common name comes first."""
+    """Common name, DNS names and URIs of the client's certificate, in this order."""
 
 
 class Gate:
@@ -43,6 +45,7 @@ class Gate:
             self._table = Reloaded([path], lambda: read_auth_file(path)).current
             if not self._table().tokens and section.tls_client_ca is None:
                 raise ConfigError(f"server.auth_file = {path!r}: it has no [[token]], so nobody could call")
+        self._knows_certificates = section.tls_client_ca is not None
         self._needs_token = section.auth_file is not None and bool(self._table().tokens)
         self._proxies = frozenset(name.strip() for name in section.trusted_proxies.split(",") if name.strip())
         if self._proxies and section.tls_client_ca is None:
@@ -57,12 +60,12 @@ class Gate:
             raise RequestError(Code.INVALID_ARGUMENT,
                                f"{TENANT_HEADER}: must be 1 to 64 printable ASCII characters without spaces",
                                field=TENANT_HEADER)
-        if self._needs_token and not (is_proxy and named is not None and not seen.authorization):
-            caller = self._by_token(seen)
-        elif self._needs_token:
-            caller = Caller(is_admin=False)
+        if not self._needs_token:
+            caller = Caller(self._by_certificate(seen))
+        elif is_proxy and named is not None and not seen.authorization:
+            caller = Caller(is_admin=False)  # its certificate lets it in; for whom it asks comes below
         else:
-            caller = Caller(next((name for name in seen.certificate_names if check_tenant(name)), None))
+            caller = self._by_token(seen)
         if named is None or named == caller.tenant:
             return caller
         if not is_proxy:
@@ -73,6 +76,14 @@ class Gate:
 
     def limits_of(self, tenant: str) -> Limits:
         return self._table().limits_of(tenant)
+
+    def _by_certificate(self, seen: Credentials) -> str | None:
+        """The tenant that a client certificate names; None where no certificates are asked for."""
+        if not self._knows_certificates:
+            return None
+        if not seen.certificate_names:
+            raise RequestError(Code.UNAUTHENTICATED, "the client certificate has no common name, DNS name or URI")
+        return _tenant_called(next(iter(seen.certificate_names)))
 
     def _by_token(self, seen: Credentials) -> Caller:
         authorization = _single(seen.authorization, "authorization")
@@ -88,6 +99,14 @@ class Gate:
 def require_admin(caller: Caller, what: str) -> None:
     if not caller.is_admin:
         raise RequestError(Code.PERMISSION_DENIED, f"{what} needs a token with the role admin")
+
+
+def _tenant_called(name: str) -> str:
+    """A name of any form as a tenant's: `John Smith` is John%20Smith; different names stay different."""
+    quoted = urllib.parse.quote(name, safe="!#$&'()*+,/:;=?@[]")
+    if check_tenant(quoted):
+        return quoted
+    return "sha256:" + hashlib.sha256(name.encode()).hexdigest()[:40]
 
 
 def _single(values: Sequence[str], name: str) -> str | None:

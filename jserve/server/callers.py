@@ -6,7 +6,7 @@ import grpc
 
 from jserve.access.gate import TENANT_HEADER, Caller, Credentials, Gate
 
-_NAME_PROPERTIES = ("x509_common_name", "peer_dns")
+_NAME_PROPERTIES = ("x509_common_name", "peer_dns", "peer_uri")
 """Of a client certificate, which gRPC asks for, and verifies, under mutual TLS only."""
 
 
@@ -18,7 +18,7 @@ def caller_of(gate: Gate, context: grpc.aio.ServicerContext) -> Caller:
     return gate.caller(Credentials(
         authorization=_values(metadata, "authorization"),
         tenant=_values(metadata, TENANT_HEADER),
-        certificate_names=tuple(dict.fromkeys(names)),
+        certificate_names=tuple(dict.fromkeys(filter(None, names))),  # gRPC calls a name that is not there ""
     ))
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from jserve.access.auth_file import check_tenant
 from jserve.access.gate import Caller, Credentials, Gate, require_admin
 from jserve.config import ConfigError, ServerSection
 from jserve.request import Code, RequestError
@@ -46,7 +47,11 @@ def test_no_token_or_a_wrong_one_is_unauthenticated(with_tokens, authorization):
 def test_a_certificate_tells_the_tenant_where_no_tokens_are_used():
     gate = Gate(ServerSection(tls_client_ca="ca.pem", trusted_proxies="edge"))
     assert gate.caller(seen(names=("red", "red.test"))) == Caller("red", True)
-    assert gate.caller(seen(names=("not a tenant", "red.test"))) == Caller("red.test", True)
+    assert gate.caller(seen(names=("John Smith", "js.test"))) == Caller("John%20Smith", True)
+    assert gate.caller(seen(names=("spiffe://mesh/ns/red",))) == Caller("spiffe://mesh/ns/red", True)
+    long_names = {gate.caller(seen(names=("é" * 100 + end,))).tenant for end in ("", "x", "y")}
+    assert len(long_names) == 3 and all(check_tenant(name) for name in long_names)
+    assert refusal(gate, seen()) is Code.UNAUTHENTICATED, "a certificate that names nobody"
     assert gate.caller(seen(names=("edge",), tenant="blue")) == Caller("blue", True)
 
 

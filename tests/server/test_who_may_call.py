@@ -251,6 +251,10 @@ async def test_mutual_tls_lets_in_who_has_a_certificate_and_makes_its_name_the_t
         answer = await post(server, "/v1/completions", {"prompt": "x"}, context=https_context(good))
         assert answer.status == 200
         assert tenants_of(server) == ["red", "red"]
+        in_a_mesh = authority.client("pod", uri="spiffe://mesh/red")
+        assert await code_of(server, tls=in_a_mesh) is None
+        await post(server, "/v1/completions", {"prompt": "x"}, context=https_context(in_a_mesh))
+        assert tenants_of(server)[2:] == ["spiffe://mesh/red"] * 2
 
 
 async def test_a_proxys_word_counts_and_nobody_elses(authority, tmp_path):

@@ -29,11 +29,15 @@ class Authority:
         self.path = str(folder / f"{name}.pem")
         Path(self.path).write_bytes(_pem(certificate.sign(self._key, hashes.SHA256())))
 
-    def issue(self, name: str, *, expired: bool = False, file: str | None = None) -> tuple[str, str]:
-        """(certificate, key) files for localhost, 127.0.0.1 and `name`."""
+    def issue(
+        self, name: str, *, expired: bool = False, file: str | None = None, uri: str | None = None
+    ) -> tuple[str, str]:
+        """(certificate, key) files for localhost, 127.0.0.1 and `name`; with `uri`, which then is its only name."""
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.DNSName("localhost"), x509.DNSName(f"{name}.test"),
                  x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        if uri is not None:
+            name, file, names = "", file or name, [x509.UniformResourceIdentifier(uri)]
         builder = _builder(name, self._name, key, -DAY if expired else 5 * DAY)
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         certificate_path, key_path = (self._folder / f"{file or name}.{kind}" for kind in ("pem", "key"))
@@ -60,7 +64,7 @@ def _builder(name: str, issuer: str, key, lifetime: datetime.timedelta) -> x509.
     now = datetime.datetime.now(datetime.timezone.utc)
     return (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)] if name else []))
         .issuer_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, issuer)]))
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
