@@ -1,4 +1,4 @@
-"""`jserve serve`: the gRPC server and HTTP beside it, from the memory arithmetic on stderr to the line that says it is ready."""
+"""`jserve serve`: gRPC, and HTTP beside it, from the memory arithmetic on stderr to the line that says it is ready."""
 
 from __future__ import annotations
 

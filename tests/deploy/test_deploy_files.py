@@ -1,4 +1,4 @@
-"""Deployment files: the script by shellcheck, in a dry run and twice over; unit, settings and manifest by their readers."""
+"""Deployment files: the script by shellcheck, in a dry run and twice; unit, settings and manifest by their readers."""
 
 import os
 import shutil

@@ -25,7 +25,8 @@ async def test_a_completion_is_what_the_engine_says():
     assert usage.prompt_tokens_details.cached_tokens == 0
     [request] = engine.requests
     params = request.sampling_params
-    assert (request.prompt, request.priority, request.cache_salt, request.bypass_prefix_cache) == ("hello", 2, "s", True)
+    assert (request.prompt, request.priority, request.cache_salt) == ("hello", 2, "s")
+    assert request.bypass_prefix_cache is True
     assert (params.temperature, params.top_p, params.seed, params.stop) == (0.5, 0.9, 7, ["x", "y"])
     assert (params.logit_bias, params.presence_penalty, params.frequency_penalty) == ({5: 1.5}, 0.1, 0.2)
     assert (params.top_k, params.min_p, params.stop_token_ids) == (4, 0.1, [9])

@@ -12,10 +12,12 @@ from jserve.sampling.validate import resolve, validate_request
 from tests.support.fake_engine import FakeEngine
 from tests.support.http_server import Answer, ask, http_serving
 
-VALUES = [None, True, False, 0, 1, -1, 2, 16, 10**30, -(2**63), 0.5, -0.0, 1e308, "", "x", "é\\u0000", "auto", [], ["a"],
+VALUES = [None, True, False, 0, 1, -1, 2, 16, 10**30, -(2**63), 0.5, -0.0, 1e308, "", "x", "é\\u0000", "auto", [],
+          ["a"],
           [1, 2], [[1], [2]], [[]], [None], {}, {"a": 1}, {"1": 1}, {"type": "json_object"}, {"include_usage": True},
           [{"role": "user", "content": "hi"}], [{"role": "user"}], [{"role": 1, "content": None}], "\\ud800"]
-NAMES = ["prompt", "messages", "model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "n", "stop", "seed",
+NAMES = ["prompt", "messages", "model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "n", "stop",
+         "seed",
          "logprobs", "top_logprobs", "echo", "logit_bias", "response_format", "tools", "tool_choice", "user", "suffix",
          "best_of", "presence_penalty", "top_k", "min_p", "request_id", "priority", "cache_salt", "store", "unknown",
          "prompt_logprobs", "stop_token_ids", "min_tokens", "bad_words", "max_completion_tokens", "early_stopping"]

@@ -47,7 +47,8 @@ async def test_models_and_metrics():
 async def test_tokenize_and_back():
     async with http_serving(FakeEngine()) as (server, _):
         tokens = await post(server, "/tokenize", {"prompt": "ab", "return_token_strs": True})
-        assert tokens.json == {"count": 3, "max_model_len": 4096, "tokens": [256, 97, 98], "token_strs": ["<s>", "a", "b"]}
+        assert tokens.json == {
+            "count": 3, "max_model_len": 4096, "tokens": [256, 97, 98], "token_strs": ["<s>", "a", "b"]}
         plain = await post(server, "/tokenize", {"model": MODEL, "prompt": "ab", "add_special_tokens": False})
         assert plain.json["tokens"] == [97, 98]
         chat = await post(server, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
@@ -209,7 +210,8 @@ async def test_a_client_that_never_reads_does_not_outlast_the_server():
 async def test_a_port_in_use_is_one_clear_line():
     async with http_serving(FakeEngine()) as (first, _):
         port = urlsplit(first.http_url).port
-        with pytest.raises(ConfigError, match=f"^server.http_port = {port}: already in use on 127.0.0.1; .*--http-port"):
+        message = f"^server.http_port = {port}: already in use on 127.0.0.1; .*--http-port"
+        with pytest.raises(ConfigError, match=message):
             async with serving(FakeEngine(), http_port=port):
                 pass
     with pytest.raises(ConfigError, match="server.http_port = 70000: must be in 0..65535"):

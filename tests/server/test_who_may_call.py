@@ -1,4 +1,4 @@
-"""Who may call over gRPC and HTTP, on real sockets: tokens, tenants, TLS, mutual TLS, proxies, limits; no secret in a log."""
+"""Who may call over gRPC and HTTP, on real sockets: tokens, tenants, TLS, mutual TLS, proxies, limits; and logs."""
 
 import asyncio
 import contextlib
@@ -147,7 +147,8 @@ async def test_a_tenant_at_its_limit_is_refused_and_the_others_are_not(tmp_path)
             with pytest.raises(RequestError, match="max_running = 1 and max_waiting = 1") as caught:
                 await red.generate_unary(HELLO)
             assert caught.value.code is Code.RESOURCE_EXHAUSTED and caught.value.retry_after_s == 1.0
-            over_http = await post(server, "/v1/completions", {"prompt": "x"}, headers={"Authorization": f"Bearer {RED}"})
+            headers = {"Authorization": f"Bearer {RED}"}
+            over_http = await post(server, "/v1/completions", {"prompt": "x"}, headers=headers)
             assert (over_http.status, over_http.headers["retry-after"]) == (429, "1")
             others = [asyncio.create_task(blue.generate_unary(HELLO)) for _ in range(5)]
             await until(lambda: len(engine.running) == 6)

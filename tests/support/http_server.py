@@ -1,4 +1,4 @@
-"""The HTTP front for tests: the official client of it, and plain requests where the client would not send such a thing."""
+"""The HTTP front for tests: the official client of it, and plain requests where that would not send such a thing."""
 
 from __future__ import annotations
 
