@@ -101,7 +101,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Score(self, request, context):
-        """Log-likelihoods of given continuations.  Not built yet: UNIMPLEMENTED.
+        """Log-likelihoods of given continuations.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

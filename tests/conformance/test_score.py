@@ -1,0 +1,38 @@
+"""Score on the real model: the log-probabilities that generation itself gives."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from jserve.proto_gen import inference_pb2 as pb
+from jserve.proto_gen import inference_pb2_grpc
+from tests.support.conformance import PROMPT, ids, only
+
+pytestmark = pytest.mark.xdist_group("conformance")
+
+
+@pytest.fixture
+def score(client):
+    return inference_pb2_grpc.InferenceStub(client._channel).Score
+
+
+def test_scores_are_those_of_generation(score, ask, client):
+    generated = ask(max_tokens=2, logprobs=0)
+    answer = score(pb.ScoreRequest(prompt=PROMPT, continuations=[only(generated).text, " Berlin", " purple cats"]))
+    greedy, berlin, cats = answer.scores
+    assert list(greedy.token_ids) == ids(generated) and greedy.is_greedy and not berlin.is_greedy
+    assert greedy.logprob == pytest.approx(only(generated).cumulative_logprob, abs=1e-3)
+    assert cats.logprob == pytest.approx(sum(cats.token_logprobs), abs=1e-4) and cats.logprob < berlin.logprob < greedy.logprob
+    with_ids = pb.ScoreRequest(prompt_token_ids=client.tokenize(PROMPT), continuations=[" Berlin"])
+    assert score(with_ids).scores[0].logprob == pytest.approx(berlin.logprob, abs=1e-4)
+
+
+@pytest.mark.parametrize("asked, field", [
+    (dict(prompt=PROMPT), "continuations"), (dict(continuations=["x"]), "prompt"),
+    (dict(prompt=PROMPT, continuations=["x", ""]), "continuations[1]"), (dict(prompt="", continuations=["x"]), "prompt"),
+], ids=range(4))
+def test_what_cannot_be_scored_is_refused_by_name(score, asked, field):
+    with pytest.raises(grpc.RpcError) as caught:
+        score(pb.ScoreRequest(**asked))
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT and field in caught.value.details()
