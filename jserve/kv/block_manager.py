@@ -73,6 +73,10 @@ class BlockManager:
         return sum(pool.num_usable for pool in self._memory.pools)
 
     @property
+    def has_prefix_cache(self) -> bool:
+        return self._cache.enabled
+
+    @property
     def num_groups(self) -> int:
         """Layer groups, each with a pool of its own."""
         return len(self._memory.pools)

@@ -31,7 +31,7 @@ class PrefixCache:
     def __init__(self, memory: BlockTables, index: PrefixIndex, num_slots: int, enabled: bool):
         self._memory = memory
         self._index = index
-        self._enabled = enabled
+        self.enabled = enabled
         self._standing = [_NOWHERE] * num_slots
         self._away: list[Standing] = []  # of sequences in host memory
         self._has_duplicates = [False] * num_slots
@@ -42,7 +42,7 @@ class PrefixCache:
 
     def find(self, tokens: np.ndarray, salt: bytes) -> np.ndarray:
         """i32[groups, n]: blocks of the longest prefix that all groups can take, less than all of `tokens`."""
-        if not self._enabled:
+        if not self.enabled:
             return np.zeros((len(self._memory.groups), 0), np.int32)
         root = self._index.root(salt)
         _, blocks = self._find(root, tokens)
@@ -55,7 +55,7 @@ class PrefixCache:
 
     def enter(self, slot: int, tokens: np.ndarray, salt: bytes, use_cache: bool) -> int:
         """Gives an empty slot what can be found of `tokens`; returns how many blocks."""
-        if not self._enabled:
+        if not self.enabled:
             return 0
         node, num_blocks = self._index.root(salt), 0
         if use_cache:

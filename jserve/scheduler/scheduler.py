@@ -24,6 +24,7 @@ from jserve.scheduler.policies import PolicySettings, make_policy
 from jserve.scheduler.preemption import PreemptionSettings
 from jserve.scheduler.seating import Seating
 from jserve.scheduler.sequence import Sequence, SequenceState
+from jserve.scheduler.shared_prefix import SharedPrefixes
 from jserve.scheduler.slots import Slots
 from jserve.scheduler.step_time import StepTimeModel
 from jserve.scheduler.waiting import WaitingQueue
@@ -72,6 +73,7 @@ class Scheduler:
         self._policy = make_policy(policy)
         self._waiting = WaitingQueue(self._policy, self._num_matched)
         self.step_time = StepTimeModel(fits=policy.target_tbt_s is not None)
+        self.prefixes = SharedPrefixes(blocks, limits.step_cost_tokens, limits.num_slots)
         self._num_parked = 0
         self._arrivals = 0
         self._step_id = 0
@@ -111,6 +113,8 @@ class Scheduler:
             if sequence.group is not None and sequence in sequence.group.parked:
                 sequence.group.parked.remove(sequence)
                 self._num_parked -= 1
+            elif self.prefixes.forget(sequence):
+                self._num_parked -= 1
             else:
                 self._waiting.remove(sequence)
         self._policy.ended(sequence)
@@ -133,7 +137,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return len(self._waiting) > 0 or self.num_running > 0
+        return self.num_waiting > 0 or self.num_running > 0
 
     def running(self) -> list[Sequence]:
         """Running sequences, who keeps its blocks longest first."""
@@ -154,6 +158,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None when nothing can run now (then only results in flight can change that)."""
         self._seating.release_returned()
+        self._unpark(self.prefixes.take_ready())
         if self._policy.preempts:
             self._make_room_for_urgent()
         self._fork_beams()
@@ -173,6 +178,7 @@ class Scheduler:
         while budget > 0 and self._slots.num_free and (party := self._next_admissible()):
             self._seating.enter(party)
             admitted += party
+            self.prefixes.entered(party[0])
             for slot in (one.slot for one in party):
                 grant = min(budget, int(self._slots.num_tokens[slot] - self._slots.num_computed[slot]))
                 if grant > 0:
@@ -275,13 +281,14 @@ class Scheduler:
         self._outgrown.append(sequence if search is None else sequence.group.members[0])
 
     def _head(self) -> Sequence | None:
-        """Who enters next.  Those whose prompt a sibling is computing are parked on the way."""
-        while (sequence := self._waiting.head()) is not None:
+        """Who enters next.  Those whose prompt, or much of it, somebody is computing are parked on the way."""
+        while not self.prefixes.is_full and (sequence := self._waiting.head()) is not None:
             group = sequence.group
-            if group is None or group.carrier is None:
+            if group is not None and group.carrier is not None:
+                group.parked.append(sequence)
+            elif not self.prefixes.waits(sequence):
                 return sequence
             self._waiting.remove(sequence)
-            group.parked.append(sequence)
             self._num_parked += 1
         return None
 

@@ -44,11 +44,14 @@ def running_engine(path: Path, **sections: Any) -> Iterator[AsyncEngine]:
         loads = engine.loads()
         assert (loads.num_running, loads.num_waiting, loads.kv_usage) == (0, 0, 0.0)
         assert loads.compiles_after_ready == 0
-        assert loads.requests_accepted == (
-            loads.requests_stopped + loads.requests_length + loads.requests_aborted + loads.requests_failed
-        )
+        assert loads.requests_accepted == num_ended(loads)
     finally:
         engine.stop()
+
+
+def num_ended(loads) -> int:
+    """Requests that have ended, however."""
+    return loads.requests_stopped + loads.requests_length + loads.requests_aborted + loads.requests_failed
 
 
 def run(work: Awaitable[Any], timeout_s: float = 120) -> Any:
@@ -78,11 +81,11 @@ def token_ids(update: GenerateUpdate) -> list[int]:
 
 
 def wait_idle(engine: AsyncEngine, timeout_s: float = 10) -> None:
-    """Waits until the engine has nothing to do."""
+    """Waits until the engine has nothing to do, and has counted every request's end."""
     done = threading.Event()
     for _ in range(int(timeout_s / 0.02)):
         loads = engine.loads()
-        if loads.num_running == loads.num_waiting == 0:
+        if loads.num_running == loads.num_waiting == 0 and loads.requests_accepted == num_ended(loads):
             return
         done.wait(0.02)
     raise AssertionError(f"still busy after {timeout_s} s: {engine.loads()}")
