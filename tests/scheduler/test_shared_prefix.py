@@ -81,3 +81,12 @@ def test_samples_and_beams_wait_too():
     assert three[0].num_cached == two[0].num_cached == 40
     for one in three:
         assert output(one) == expected_output([*SHARED, 7], 5, one.index)
+
+
+def test_the_source_documents_prompt_of_2010_shared_and_200_own_tokens():
+    engine = HostEngine(num_blocks=400, block_size=16, budget=512)
+    shared = [number % 991 for number in range(2010)]
+    engine.run([sequence("cold", [*shared, *range(1, 201)], 1)])
+    before = sum(plan.num_tokens for plan in engine.plans)
+    engine.run([warm := sequence("warm", [*shared, *range(301, 501)], 1)])
+    assert (warm.num_cached, sum(plan.num_tokens for plan in engine.plans) - before) == (2000, 210)
