@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import random
 
+import numpy as np
 import pytest
+from scipy import stats
 
 from jserve.request import SamplingParams
 from jserve.weights.load import load_model
@@ -150,3 +152,32 @@ def test_penalties_are_the_same_cold_warm_and_chunked(path):
         chunked = answers(engine, [asked])[0]
     assert (cold.usage.cached_tokens, warm.usage.cached_tokens) == (0, 48)
     assert token_ids(cold) == token_ids(warm) == token_ids(chunked) != token_ids(plain)
+
+
+def test_a_bias_decides_the_first_token_too_and_one_on_every_id_changes_nothing(path):
+    prompt = [(11 * i) % 97 for i in range(20)]
+    with running_engine(path) as engine:
+        forced, plain, everywhere = answers(engine, [
+            request(prompt, 3, logit_bias={77: 100.0}),
+            request(prompt, 6, temperature=1.0, seed=5, ignore_eos=True),
+            request(prompt, 6, temperature=1.0, seed=5, ignore_eos=True, logit_bias=dict.fromkeys(range(512), -100.0)),
+        ])
+    assert token_ids(forced) == [77, 77, 77]
+    assert token_ids(everywhere) == token_ids(plain)
+
+
+@pytest.mark.parametrize("params", [{}, {"presence_penalty": 2.0, "logit_bias": {3: 4.0, 9: -3.0}}], ids=["plain", "shaped"])
+def test_first_tokens_follow_the_distribution(params, path):
+    """512 seeded samples against the softmax of the model's own logits, shaped."""
+    prompt = [(11 * i) % 97 for i in range(20)]
+    ids = prompt + [0] * (LONGEST - len(prompt))
+    model = load_model(path, "float32")
+    row = Row(temperature=8.0, presence=params.get("presence_penalty", 0.0), bias=tuple(params.get("logit_bias", {}).items()))
+    with running_engine(path) as engine:
+        many = [request(prompt, 1, temperature=8.0, n=64, seed=seed, ignore_eos=True, **params) for seed in range(8)]
+        drawn = [output.token_ids[0] for update in answers(engine, many) for output in update.outputs]
+    logits = full_logits(model.params, model.config, ids)[len(prompt) - 1]
+    p = reference.probabilities(reference.process(logits, row, VOCAB_SIZE), row.temperature)
+    groups = np.argsort(p)[::-1].reshape(16, -1)  # 16 groups of 32 ids
+    observed = np.bincount(drawn, minlength=VOCAB_SIZE)[groups].sum(1)
+    assert len(drawn) == 512 and stats.chisquare(observed, p[groups].sum(1) * 512).pvalue > 1e-3
