@@ -22,6 +22,9 @@ def work() -> list:
     prompts = [PROMPT, shared + [7], shared[:17], [9], shared + [8, 9, 10]]
     made = [request(prompt, 14, logprobs=2, ignore_eos=True, min_tokens=3) for prompt in prompts]
     made += [request(prompt, 11, n=3, **{**DRAWN, "seed": at}) for at, prompt in enumerate(prompts[:3])]
+    penalties = dict(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.3)
+    made.append(request(shared + [11], 12, n=2, **DRAWN, **penalties))
+    made.append(request(shared[:9], 12, n=2, temperature=1.0, seed=5, regex="[a-z]{6,9}"))
     return made
 
 
