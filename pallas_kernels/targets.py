@@ -1,4 +1,4 @@
-"""TPU generations and GPUs to compile for without having one, through the topology interfaces of libtpu and the CUDA plugin.
+"""TPU generations and GPUs to compile for without having one, by the topology interfaces of libtpu and the CUDA plugin.
 
 What a compile proves: the kernel is accepted, fits, aliases what it should, and what code it became.  It runs nothing.
 Used by tests/compile and tools; needs libtpu (`pip install jax[tpu]`) or jax's CUDA plugin, no device.
@@ -47,7 +47,10 @@ TPU_TARGETS = {
 
 @dataclass(frozen=True)
 class GpuTarget:
-    """A GPU as XLA's target_config names it, from public specifications; the compiler was seen to read capability and shared memory."""
+    """A GPU as XLA's target_config names it, from public specifications.
+
+    The compiler was seen to read capability and shared memory only.
+    """
 
     compute_capability: tuple[int, int]
     num_cores: int
@@ -137,7 +140,7 @@ def _gpu_target_config(target: str) -> str:
 
 
 def _tell_mosaic_gpu(compute_capability: tuple[int, int]) -> None:
-    """Without a device Mosaic GPU lowers for 9.0 whatever the target, and keeps kernels by source alone: one target a process."""
+    """Without a device Mosaic GPU lowers for 9.0 whatever the target, and keeps kernels by source: one target a process."""
     global _mosaic_gpu_is_told
     if _mosaic_gpu_is_told not in (None, compute_capability):
         raise RuntimeError(f"this process compiled for {_mosaic_gpu_is_told}; compile for {compute_capability} in another")

@@ -5,10 +5,10 @@
     python tools/device_check.py --skip steps       without whole 8B steps (16 GB of weights, minutes of compiling)
     python tools/device_check.py --rehearse         tiny shapes on CPU: shows that this program works, measures nothing
 
-Numerics: every implementation that serves a case against the float32 reference.  Decode attention: bytes of KV over time,
-as a share of the bandwidth of a copy measured here.  Chunks: operations over time, as a share of a large matmul's rate
-measured here.  Steps: time over (bytes of weights and KV / copy bandwidth).  Nothing starts after `--minutes`; what was left
-out is listed.  Exits with 0 (all well), 1 (something failed) or 2 (no accelerator).
+Numerics: every implementation that serves a case against the float32 reference.  Decode attention: bytes of KV over
+time, as a share of the bandwidth of a copy measured here.  Chunks: operations over time, as a share of a large matmul's
+rate measured here.  Steps: time over (bytes of weights and KV / copy bandwidth).  Nothing starts after `--minutes`; what
+was left out is listed.  Exits with 0 (all well), 1 (something failed) or 2 (no accelerator).
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, choose, layout, paged_attention, prepare  # noqa: E402
+from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, choose, layout  # noqa: E402
+from pallas_kernels.paged_attention import paged_attention, prepare  # noqa: E402
 from pallas_kernels.paged_attention.cases import CASES, HEADS, Case, build, twin  # noqa: E402
 
 TOLERANCE = {"bfloat16": 0.03, "float32": 1e-4}
@@ -234,7 +235,8 @@ def decode(item: tuple[int, int], sizes: Sizes, rates: Rates) -> Iterator[Row]:
     took, implementation = attention(sizes, [(length - 1, 1)] * num_rows, True)
     rate = num_rows * length * heads.num_kv_heads * heads.head_dim * 2 * 2 / took
     name = f"{num_rows} sequences of {length}"
-    yield Row("decode", name, implementation, rate / 1e9, "GB/s", rate / rates.copy_bytes, note=f"{took * 1e6:.1f} us a layer")
+    note = f"{took * 1e6:.1f} us a layer"
+    yield Row("decode", name, implementation, rate / 1e9, "GB/s", rate / rates.copy_bytes, note=note)
 
 
 def chunk(item: tuple[int, int], sizes: Sizes, rates: Rates) -> Iterator[Row]:

@@ -5,8 +5,8 @@
     python tools/gpu_report.py h100 --step llama3-8b       the whole forward step, smallest and largest bucket
     python tools/gpu_report.py h100 --table                for people
 
-Needs jax's CUDA plugin and ptxas (`pip install jserve[compile]`).  One target a process: Mosaic GPU keeps kernels by their
-source, whatever the target.  A compile runs nothing.
+Needs jax's CUDA plugin and ptxas (`pip install jserve[compile]`).  One target a process: Mosaic GPU keeps kernels
+by their source, whatever the target.  A compile runs nothing.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def prepare_environment() -> None:
     from pallas_kernels import targets
 
     targets.configure_environment()
-    os.environ |= {DUMP: tempfile.mkdtemp(prefix="mosaic-gpu."), "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    os.environ |= {DUMP: tempfile.mkdtemp(prefix="mosaic-gpu.")}
+    os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
 
 
 def run(compile_program, *arguments) -> dict:

@@ -4,8 +4,8 @@
     decode      rows of one token attend, split over the chip and joined                        mosaic_gpu_decode
     chunks      tiles of the chunks' queries attend                                             mosaic_gpu_chunk
 
-Written for Hopper (TMA and wgmma, compute capability 9.0).  Compiled for H100 and H200 and interpreted; not run on hardware
-(docs/kernels-gpu.md).
+Written for Hopper (TMA and wgmma, compute capability 9.0).  Compiled for H100 and H200 and interpreted; not run on
+hardware (docs/kernels-gpu.md).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class GpuMetadata:
     decode_lens: jax.Array  # i32[S]: 0 for rows that are no decode
     num_decodes: jax.Array  # i32[]: flat tokens before this one are decodes
     query_tiles: dict[int, QueryTiles]
-    """By tokens a tile.  A step's geometry does not know how many query heads share a kv head: attend() takes one of these, and
-    the compiler drops the others."""
+    """By tokens a tile.  A step's geometry does not know how many query heads share a kv head: attend() takes one of
+    these, and the compiler drops the others."""
 
 
 def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles = DEFAULT_TILES) -> None:
@@ -54,7 +54,8 @@ def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles = DEFAULT_
         raise NotImplementedError(f"a pool of platform {layout.platform!r}, not 'gpu'")
     if (capability := _compute_capability()) not in (None, *COMPUTE_CAPABILITIES):
         raise NotImplementedError(
-            f"compute capability {capability}: the kernels are written for {', '.join(COMPUTE_CAPABILITIES)} (H100, H200)"
+            f"compute capability {capability}: the kernels are written for {', '.join(COMPUTE_CAPABILITIES)} "
+            "(H100, H200)"
         )
     if layout.dtype not in [jnp.dtype(t) for t in POOL_TYPES]:
         raise NotImplementedError(f"a pool of {layout.dtype}, not {', '.join(jnp.dtype(t).name for t in POOL_TYPES)}")
@@ -63,14 +64,17 @@ def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles = DEFAULT_
     for num_keys in (tiles.decode_keys, tiles.chunk_keys):
         if not fits_tiles(num_keys, layout.block_size):
             raise NotImplementedError(
-                f"block_size={layout.block_size}: a multiple of 8 that divides the {num_keys} keys of a tile, or a multiple of them"
+                f"block_size={layout.block_size}: a multiple of 8 that divides the {num_keys} keys of a tile, "
+                "or a multiple of them"
             )
     if spec.sliding_window is not None and spec.sliding_window < 1:
         raise ValueError(f"sliding_window={spec.sliding_window}: at least 1, or None")
-    for kernel, num_bytes in (("decode", tiles.decode_shared_bytes(layout)), ("chunk", tiles.chunk_shared_bytes(layout))):
+    shared_bytes = {"decode": tiles.decode_shared_bytes(layout), "chunk": tiles.chunk_shared_bytes(layout)}
+    for kernel, num_bytes in shared_bytes.items():
         if num_bytes > SHARED_BYTES:
             raise NotImplementedError(
-                f"the {kernel} kernel's tiles take {num_bytes >> 10} KiB of {SHARED_BYTES >> 10} KiB of shared memory: {tiles}"
+                f"the {kernel} kernel's tiles take {num_bytes >> 10} KiB of {SHARED_BYTES >> 10} KiB of shared memory: "
+                f"{tiles}"
             )
 
 
@@ -79,13 +83,14 @@ def prepare(batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: Atten
     # A row longer than its table would read past it: it is a bug of the caller, and is treated as padding.
     kv_lens = jnp.where(batch.kv_lens <= max_blocks * layout.block_size, batch.kv_lens, 0)
     is_decode = spec.decode_only | (jnp.arange(num_rows) < batch.num_decodes)
+    sizes = () if spec.decode_only else TOKENS_PER_TILE
     return GpuMetadata(
         tokens=token_rows(batch, num_tokens, layout.block_size, spec),
         tables=batch.block_tables,
         kv_lens=kv_lens,
         decode_lens=jnp.where(is_decode, kv_lens, 0),
         num_decodes=batch.num_decodes,
-        query_tiles={} if spec.decode_only else {size: query_tiles(batch, num_tokens, size) for size in TOKENS_PER_TILE},
+        query_tiles={size: query_tiles(batch, num_tokens, size) for size in sizes},
     )
 
 

@@ -1,11 +1,11 @@
 """GPU chunks: tiles of one sequence's queries attend to its blocks, causally by absolute position.
 
-Grid (query tiles, kv heads).  A tile's rows are (token, query head of the group), 64 for each compute warpgroup; one more
-warpgroup fetches.  Over the key tiles from the window's start to the tile's last position:
+Grid (query tiles, kv heads).  A tile's rows are (token, query head of the group), 64 for each compute warpgroup; one
+more warpgroup fetches.  Over the key tiles from the window's start to the tile's last position:
 
-    fetching    reads the block table; TMA of keys, then values, into slot t % stages, once the compute warpgroups freed it
-    computing   logits = q k^T; frees the keys; mask where the tile crosses the diagonal or the window; online softmax in
-                registers (base 2); output += weights v, weights as wgmma's register operand; frees the values
+    fetching    reads the block table; TMA of keys, then values, into slot t % stages, once it was freed
+    computing   logits = q k^T; frees the keys; mask where the tile crosses the diagonal or the window; online softmax
+                in registers (base 2); output += weights v, weights as register operand; frees the values
 
 A chunk may start at any flat token, so queries come through registers (TMA takes multiples of 8 rows into tiled shared
 memory), and an incomplete tile leaves in pieces of powers of two, so that it touches no row of the next sequence.
@@ -43,7 +43,7 @@ from pallas_kernels.paged_attention.mosaic_gpu_tiles import GpuTiles, blocks_per
 TOKENS_PER_TILE = (128, 64, 42, 32, 25, 21, 18, 16, 8, 4, 2, 1)
 FETCH_REGISTERS = 40
 COMPUTE_REGISTERS = {1: 232, 2: 232, 3: 152}
-"""By number of compute warpgroups: all warpgroups together may have 512, beyond which the hardware would wait for ever."""
+"""By number of compute warpgroups: all together may have 512, beyond which the hardware would wait for ever."""
 
 
 @jax.tree_util.register_dataclass
@@ -293,7 +293,8 @@ def _compute(
     *, warpgroup, walk: _Walk, geometry: _Geometry, ops: Ops,
 ):  # fmt: skip
     """(output float32[64, lanes], natural log of the denominator float32[64]) of one warpgroup's rows."""
-    spec, num_keys, stages, lanes = geometry.spec, geometry.tiles.chunk_keys, geometry.tiles.chunk_stages, geometry.lanes
+    spec, lanes = geometry.spec, geometry.lanes
+    num_keys, stages = geometry.tiles.chunk_keys, geometry.tiles.chunk_stages
 
     def body(t, carry, is_masked: bool):
         accumulator, largest, total = carry

@@ -1,9 +1,9 @@
 """GPU decode: rows of one token attend to their blocks, each row cut into splits that a second stage puts together.
 
-Grid (rows, kv heads, splits), one warpgroup a program; all query heads of a kv head, padded to 64 rows, are one wgmma tile
-(rows are independent, and those that pad are garbage that is never stored).  A program walks the key tiles of its split:
+Grid (rows, kv heads, splits), one warpgroup a program; all query heads of a kv head, padded to 64 rows, are one wgmma
+tile (rows are independent, and those that pad are garbage that is never stored).  A program walks its key tiles:
 
-    fetch(t)   TMA of the tile's keys and values, one copy a block, into slot t % stages; a barrier each for keys and values
+    fetch(t)   TMA of the tile's keys and values, one copy a block, into slot t % stages; a barrier for each of both
     wait keys  logits = q k^T, mask, online softmax in registers (base 2)
     wait values; weights through shared memory; output += weights v
     fetch(t + stages) into the slot just read
@@ -148,11 +148,13 @@ def _kernel(
     count = lax.clamp(i32(0), first_tile + num_tiles - start, tiles_a_split)
 
     def sources(t):
-        return tile_sources(tables, row, start + t, first_key, length, num_keys, geometry.block_size, geometry.num_blocks)
+        sizes = num_keys, geometry.block_size, geometry.num_blocks
+        return tile_sources(tables, row, start + t, first_key, length, *sizes)
 
     def fetch(t_slot, found):
         for plane, tiles_ref, arrived in ((0, key_tiles, keys_arrived), (1, value_tiles, values_arrived)):
-            copy_tile(pool, layer[0], kv_head, plane, found, tiles_ref.at[t_slot], arrived.at[t_slot], geometry.block_size)
+            slot_refs = tiles_ref.at[t_slot], arrived.at[t_slot]
+            copy_tile(pool, layer[0], kv_head, plane, found, *slot_refs, geometry.block_size)
 
     @pl.when(count > 0)
     def _():
@@ -216,7 +218,8 @@ def _kernel(
 def tile_sources(tables, row, tile, first_key, end_key, num_keys: int, block_size: int, num_blocks: int):
     """[(block id, first token in the block)] that a tile of `num_keys` keys is fetched from.
 
-    Entries outside first_key .. end_key - 1 are never looked at, their blocks may be freed: the nearest live one is read again.
+    Entries outside first_key .. end_key - 1 are never looked at, their blocks may be freed: the nearest live one is read
+    again.
     """
     first_block, last_block = lax.div(first_key, i32(block_size)), lax.div(end_key - 1, i32(block_size))
     found = []
@@ -257,7 +260,7 @@ def online_softmax(logits: jax.Array, total: jax.Array, largest: jax.Array):
 
 
 def _join_splits(out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out [R, K, splits, G, lanes], log_sum [R, K, splits, G] in base 2 -> out [R, K, G, lanes], natural log_sum [R, K, G]."""
+    """out [R, K, splits, G, lanes], log_sum [R, K, splits, G] in base 2 -> without splits, log_sum natural."""
     largest = log_sum.max(axis=2)
     weights = jnp.where(log_sum > MASKED / 2, jnp.exp2(log_sum - largest[:, :, None]), 0.0)
     total = weights.sum(axis=2)

@@ -1,7 +1,7 @@
-"""What the GPU kernels share: compiler parameters, shared-memory buffers, and steps whose spelling differs between jax versions.
+"""What the GPU kernels share: compiler parameters, shared-memory buffers, steps that jax versions spell differently.
 
-`interpreted` kernels (GPU interpreter on CPU) replace wgmma and layout casts, for which jax 0.10's interpreter has no rule, by
-plain reads of the same buffers: a read before its data has arrived then shows, and the race detector sees it.
+`interpreted` kernels (GPU interpreter on CPU) replace wgmma and layout casts, for which jax 0.10's interpreter has no
+rule, by plain reads of the same buffers: a read before its data has arrived then shows, and the race detector sees it.
 """
 
 from __future__ import annotations
