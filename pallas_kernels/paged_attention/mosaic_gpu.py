@@ -28,7 +28,7 @@ from pallas_kernels.paged_attention.mosaic_gpu_chunk import (
 from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_attention
 from pallas_kernels.paged_attention.mosaic_gpu_tiles import DEFAULT_TILES, SHARED_BYTES, GpuTiles, fits_tiles
 
-POOL_TYPES = (jnp.bfloat16, jnp.float16)
+POOL_TYPES = (jnp.bfloat16,)
 COMPUTE_CAPABILITIES = ("9.0",)
 HEAD_DIMS = 128
 """Up to here; at 256 the decode kernel's accumulators spill."""

@@ -167,7 +167,7 @@ class TestChoice:
 
     @pytest.mark.parametrize(("fields", "reason"), [
         ((8, 256, 64, "bfloat16"), "head_dim=256: at most 128"),
-        ((8, 128, 64, "float32"), "a pool of float32, not bfloat16, float16"),
+        ((8, 128, 64, "float32"), "a pool of float32, not bfloat16"),
         ((8, 128, 48, "bfloat16"), "block_size=48: a multiple of 8 that divides the 64 keys of a tile"),
     ], ids=["head of 256", "float32", "block of 48"])  # fmt: skip
     def test_what_they_cannot_serve_falls_back_unless_it_was_asked_for(self, fields, reason):
