@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -57,6 +58,8 @@ def main() -> int:
         print(f"stopped: --time-limit-s {arguments.time_limit_s:g} is over; rows so far are kept", file=sys.stderr)
     except servers.NotReady as error:
         print(error, file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
     return 1
 
 
@@ -266,4 +269,5 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the servers are stopped on the way out
     sys.exit(main())
