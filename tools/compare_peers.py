@@ -30,10 +30,9 @@ from jserve.bench.report import RequestRecord
 from jserve.bench.serve import Options, Pace, run
 from jserve.bench.target import ANY_VOCABULARY, ServerFacts
 from jserve.config import Config
-from jserve.weights.checkpoint import open_checkpoint
+from jserve.weights.convert import convert
 from jserve.weights.fetch import with_model_on_disk
 from tools.peers import agreement, environments, servers, table
-from tools.peers.hf_folder import write_folder
 from tools.peers.servers import NAME, Launch, Running
 
 PEERS = ("vllm", "llama.cpp", "transformers")
@@ -67,7 +66,9 @@ async def _compare(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
     gguf = Path(with_model_on_disk(Config().replace("model", path=arguments.model), _say).model.path)
-    model = write_folder(open_checkpoint(gguf), folder / "model")
+    model = folder / "model"
+    if not model.exists():
+        convert(gguf, model, "hf", dtype="float32")  # dequantised, so that all engines compute the same model
     if arguments.setup_only:
         for name in arguments.only:
             _say(f"{name}: {_set_up(name, folder)}")

@@ -26,9 +26,9 @@ COMMANDS = {
     "plan": "memory, step times and settings of a model on a device, before it is rented",
     "replay": "the scheduler again on a step log: the same decisions, or the first that differs",
     "fetch": "put a model on disk",
+    "convert": "a model into an HF folder or an Orbax checkpoint; checks what it wrote",
     "token": "make a bearer token and its lines for the auth file",
 }
-NOT_BUILT = ("convert",)
 
 USAGE = """\
 usage: jserve COMMAND [flags]        jserve COMMAND --help tells more
@@ -75,8 +75,6 @@ def _dispatch(argv: list[str]) -> int:
         print(f"jserve {__version__}")
         return FINE
     name, rest = argv[0], argv[1:]
-    if name in NOT_BUILT:
-        return _usage_error(f"`jserve {name}` is not built yet")
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=NEAR)
         return _usage_error(f"unknown command {name!r}" + (f"; did you mean {near[0]}?" if near else ""))

@@ -18,7 +18,7 @@ import numpy as np
 
 from jserve.models.config import ModelConfig, ModelError, from_gguf, from_hf
 from jserve.models.fields import token_ids
-from jserve.weights import gguf, safetensors
+from jserve.weights import gguf, manifest, safetensors
 from jserve.weights.errors import WeightsError
 from jserve.weights.tensor import StoredTensor
 
@@ -42,10 +42,15 @@ class Checkpoint:
     eos_token_ids: tuple[int, ...]
     digest: str
     """Hex SHA-256 that names the model's content; see `_digest` for what goes in."""
+    arrays: Path | None = None
+    """An Orbax checkpoint of the whole parameter tree, which then has no `tensors`."""
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
-    """Opens a GGUF file, or a folder with config.json and safetensors.  WeightsError says what is wrong with it."""
+    """Opens a GGUF file, or a folder with config.json and safetensors or an Orbax checkpoint (`weights.convert`).
+
+    WeightsError says what is wrong with it.
+    """
     path = Path(path)
     if path.is_dir():
         return _open_folder(path)
@@ -73,7 +78,11 @@ def _open_gguf(path: Path) -> Checkpoint:
 def _open_folder(folder: Path) -> Checkpoint:
     settings = _read_json(folder / "config.json")
     config = _named(folder / "config.json", from_hf, settings)
-    tensors = safetensors.read_folder(folder)
+    converted = manifest.read(folder)
+    if converted is not None:
+        manifest.check_sizes(folder, converted)
+    is_orbax = converted is not None and converted.format == manifest.ORBAX
+    tensors = {} if is_orbax else safetensors.read_folder(folder)
     if config.tied and HEAD in tensors:
         config, tensors = _tied_with_head(folder, config, tensors)
     generation_file = folder / "generation_config.json"
@@ -85,7 +94,8 @@ def _open_folder(folder: Path) -> Checkpoint:
         tokenizer_source=folder,
         generation_defaults=_generation_defaults_from_hf(generation),
         eos_token_ids=_named(generation_file, token_ids, generation, "eos_token_id") or config.eos_token_ids,
-        digest=_digest(json.dumps(settings, sort_keys=True).encode(), tensors),
+        digest=converted.digest if is_orbax else _digest(json.dumps(settings, sort_keys=True).encode(), tensors),
+        arrays=folder / manifest.ORBAX_FOLDER if is_orbax else None,
     )
 
 

@@ -51,7 +51,7 @@ def load_model(
     device: jax.Device | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """The model at `path` (a GGUF file, or a folder with config.json and safetensors) with its weights in `dtype`.
+    """The model at `path` (a GGUF file, or a folder with safetensors or an Orbax checkpoint) with weights in `dtype`.
 
     `quantize` "int8" keeps the matrices as QuantizedMatrix, made row by row while they are read.
     `device` None is jax's default device.  Raises ModelError (WeightsError where the files are at fault).
@@ -63,7 +63,16 @@ def load_model(
     except ModelError as error:
         raise WeightsError(f"{path}: {error}") from None
     device = device or jax.devices()[0]
-    params = load_params(specs, checkpoint, lambda array, spec: _put(array, device), progress)
+
+    def place(array: np.ndarray, spec: ParamSpec) -> jax.Array:
+        return _put(array, device)
+
+    if checkpoint.arrays is None:
+        params = load_params(specs, checkpoint, place, progress)
+    else:
+        from jserve.weights.orbax_params import restore_params  # Orbax takes seconds to import
+
+        params = restore_params(checkpoint.arrays, specs, place, device, progress)
     return LoadedModel(
         config=config,
         params=params,
@@ -76,17 +85,17 @@ def load_model(
 
 def load_params(specs: Any, checkpoint: Checkpoint, place: Place, progress: Progress | None = None) -> Any:
     """The spec tree with arrays for specs."""
-    _check_one_to_one(specs, checkpoint)
+    check_one_to_one(specs, checkpoint)
     total = num_bytes(specs)
     done = 0
 
     def load(spec: ParamSpec) -> jax.Array | QuantizedMatrix:
         nonlocal done
-        array = _aligned_empty(spec.shape, np.int8 if spec.quantized else spec.dtype)
-        scales = _aligned_empty(spec.shape[:-1], np.float32) if spec.quantized else None
+        array = aligned_empty(spec.shape, np.int8 if spec.quantized else spec.dtype)
+        scales = aligned_empty(spec.shape[:-1], np.float32) if spec.quantized else None
         for name, piece, layer in checkpoint_tensors(spec):
             view = spec.view(array, piece, layer)
-            _fill(view, checkpoint.tensors[name], None if scales is None else spec.view(scales, piece, layer))
+            fill(view, checkpoint.tensors[name], None if scales is None else spec.view(scales, piece, layer))
         done += spec.num_bytes
         if progress is not None:
             progress(done, total)
@@ -95,7 +104,7 @@ def load_params(specs: Any, checkpoint: Checkpoint, place: Place, progress: Prog
     return jax.tree.map(load, specs)
 
 
-def _check_one_to_one(specs: Any, checkpoint: Checkpoint) -> None:
+def check_one_to_one(specs: Any, checkpoint: Checkpoint) -> None:
     """Before anything is read: every parameter has its tensors, of the right shape, and every tensor its parameter."""
     tensors = checkpoint.tensors
     wanted = {
@@ -122,7 +131,7 @@ def _is_derived(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def _fill(target: np.ndarray, tensor: StoredTensor, scales: np.ndarray | None) -> None:
+def fill(target: np.ndarray, tensor: StoredTensor, scales: np.ndarray | None) -> None:
     """Reads `tensor` in pieces into the view [units, rows, ...], converting to its dtype; where there are `scales`
     [units, rows], quantized."""
     rows_per_unit = target.shape[1]
@@ -136,7 +145,7 @@ def _fill(target: np.ndarray, tensor: StoredTensor, scales: np.ndarray | None) -
                 quantize_rows(tensor.read(start, stop), target[unit, rows], scales[unit, rows])
 
 
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     num_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT

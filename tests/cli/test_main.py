@@ -34,6 +34,7 @@ def raising(error):
         (["fetch", "--help"], 0),
         (["plan"], 2),
         (["replay", "no-such-file"], 1),
+        (["convert"], 2),
         (["bench"], 2),
         (["bench", "--help"], 0),
         (["bench", "latencyy"], 2),
@@ -53,12 +54,6 @@ def test_every_command_explains_itself(capsys, command):
     text = capsys.readouterr().out
     assert text.startswith(f"usage: jserve {command} ")
     assert max(map(len, text.splitlines())) <= 120
-
-
-def test_what_is_not_built_says_so(capsys):
-    for argv in (["convert"],):
-        cli.main(argv)
-        assert "is not built yet" in capsys.readouterr().err
 
 
 def test_a_misspelt_command_is_answered_with_the_nearest(capsys):

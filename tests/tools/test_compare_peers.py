@@ -28,8 +28,7 @@ def fake(name: str, step_s: float) -> servers.Launch:
 
 def test_two_servers_take_turns_and_the_table_says_how_much_faster_one_is(monkeypatch, tmp_path):
     monkeypatch.setattr(compare_peers, "with_model_on_disk", lambda config, say: config)
-    monkeypatch.setattr(compare_peers, "open_checkpoint", lambda path: None)
-    monkeypatch.setattr(compare_peers, "write_folder", lambda checkpoint, folder: folder)
+    monkeypatch.setattr(compare_peers, "convert", lambda source, target, format, dtype: None)
     monkeypatch.setattr(compare_peers.servers, "jserve", lambda *rest: fake("jserve float32", 0.01))
     monkeypatch.setattr(compare_peers.servers, "vllm", lambda *rest: fake("vLLM float32", 0.04))
     page = tmp_path / "benchmarks.md"
@@ -67,23 +66,3 @@ def test_agreement_counts_equal_outputs_and_where_others_part():
     found = agreement.compare(records([1, 2, 3, 4], [5, 6, 7, 8]), records([1, 2, 3, 4], [5, 6, 9, 9]))
     assert (found.num_requests, found.num_equal, found.prefix_share) == (2, 1, 0.75)
     assert agreement.compare(records([1]), records([])) is None, "a server that tells no ids"
-
-
-def test_the_folder_that_others_read_is_the_same_model(tmp_path):
-    from jserve.tokenizer import from_folder
-    from jserve.weights.checkpoint import open_checkpoint
-    from tests.support.tiny_models import random_gguf
-    from tools.peers.hf_folder import write_folder
-
-    checkpoint = open_checkpoint(random_gguf(tmp_path / "m.gguf"))
-    folder = write_folder(checkpoint, tmp_path / "hf")
-    again = open_checkpoint(folder)
-    assert replace(again.config, architecture="") == replace(checkpoint.config, architecture="")
-    assert again.tensors.keys() == checkpoint.tensors.keys()
-    for name, tensor in again.tensors.items():
-        assert (tensor.read(0, tensor.num_rows) == checkpoint.tensors[name].read(0, tensor.num_rows)).all()
-    text = "a b  c\n12 <|x|>"
-    from jserve.tokenizer import from_gguf
-
-    ids = from_gguf(checkpoint.tokenizer_source).encode(text, add_special=False)
-    assert from_folder(folder).encode(text, add_special=False) == ids
