@@ -25,7 +25,7 @@ FLOORS = (
         "jserve.loop_thread",
         "jserve.bench",
         "jserve.simulator",
-        "jserve.simulator",
+        "jserve.doctor",
         "jserve.cli",
     ),
     ("tools",),

@@ -43,7 +43,7 @@ def warnings(section: ServerSection) -> list[str]:
 
 def bind(server: grpc.aio.Server, host: str, port: int, source: Reloaded[Certificates] | None) -> int:
     """Binds the server and returns the port, which is a free one where `port` is 0.  ConfigError where it cannot."""
-    _try_with_a_plain_socket("server.port", host, port)
+    check_port("server.port", host, port)
     try:
         if source is None:
             bound = server.add_insecure_port(join(host, port))
@@ -95,7 +95,7 @@ def _is_loopback(host: str) -> bool:
 
 def sockets(host: str, port: int) -> list[socket.socket]:
     """Listening TCP sockets for the HTTP port, one for each address of the host.  ConfigError where it cannot."""
-    _try_with_a_plain_socket("server.http_port", host, port)
+    check_port("server.http_port", host, port)
     bound: list[socket.socket] = []
     for family, kind, _, _, address in dict.fromkeys(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)):
         with contextlib.suppress(OSError):  # one of several is enough
@@ -112,7 +112,7 @@ def sockets(host: str, port: int) -> list[socket.socket]:
     return bound
 
 
-def _try_with_a_plain_socket(key: str, host: str, port: int) -> None:
+def check_port(key: str, host: str, port: int) -> None:
     """ConfigError where nobody could bind this.  gRPC would not say why, and write lines of its own to stderr."""
     errors = []
     addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)

@@ -64,6 +64,15 @@ def locate(name: str, cache_dir: str | Path, report: Callable[[str], None] = lam
     raise ConfigError(f"model.path = {name!r}: no such file or folder, and not a known name; {hint}")
 
 
+def on_disk(name: str, cache_dir: str | Path) -> Path | None:
+    """The path of the model called `name` where it is there already; fetches nothing."""
+    if name in KNOWN:
+        path = Path(cache_dir).expanduser() / "models" / Path(KNOWN[name].member).name
+    else:
+        path = Path(name).expanduser()
+    return path if name and path.exists() else None
+
+
 def with_model_on_disk(config: Config, report: Callable[[str], None] = lambda line: None) -> Config:
     """A copy of `config` whose model.path is a path; the name it had stays the served name."""
     path = locate(config.model.path, config.compile.cache_dir, report)
