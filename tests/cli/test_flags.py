@@ -109,7 +109,7 @@ def test_help_stays_short(capsys):
     with pytest.raises(SystemExit):
         parse("--help")
     text = capsys.readouterr().out
-    assert "--kv.block_size" not in text and len(text.splitlines()) < 45
+    assert "--kv.block_size" not in text and len(text.splitlines()) < 50
 
 
 def test_config_to_flags_gives_another_process_the_same_config(tmp_path):
