@@ -57,6 +57,15 @@ class FinishReason(enum.Enum):
     ABORTED = "aborted"
 
 
+class Pooling(enum.Enum):
+    """What an embedding is made of."""
+
+    MEAN = "mean"
+    """The mean of the hidden states of all tokens."""
+    LAST = "last"
+    """The last token's hidden state."""
+
+
 class EarlyStopping(enum.Enum):
     HEURISTIC = "heuristic"
     FIRST = "first"
@@ -131,6 +140,8 @@ class GenerateRequest:
     """Lower runs first; unset is 0."""
     cache_salt: str | None = None
     bypass_prefix_cache: bool | None = None
+    pooling: Pooling | None = None
+    """Set: the answer is an embedding of the prompt.  Only with max_tokens = 0."""
     deadline: float | None = None
     """`time.monotonic()` after which the client no longer waits."""
     tenant: str | None = None
@@ -170,6 +181,8 @@ class Sampling:
     skip_special_tokens: bool
     logprobs: int | None
     prompt_logprobs: int | None
+    pooling: Pooling | None = None
+    """Set by the engine: final hidden states of the prompt are wanted."""
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -262,6 +275,8 @@ class GenerateUpdate:
     outputs: list[OutputDelta] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     """One entry a prompt token, the first None; sent once, in the first update."""
+    embedding: list[float] | None = None
+    """Pooled hidden states, not scaled, where `pooling` asked for them; in the last update."""
     usage: Usage | None = None
     """Set on the last update of the stream only."""
     metrics: RequestMetrics | None = None

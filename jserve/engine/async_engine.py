@@ -26,7 +26,7 @@ from jserve.engine.streams import OutputThread, RequestStream
 from jserve.grammar import GrammarCompiler
 from jserve.kv.block_keys import sequence_salt
 from jserve.metrics import Histograms, LoadsCollector, RequestCounts
-from jserve.request import Code, GenerateRequest, GenerateUpdate, RequestError, Sampling, invalid
+from jserve.request import Code, GenerateRequest, GenerateUpdate, Pooling, RequestError, Sampling, invalid
 from jserve.sampling.beam_search import BeamSearch, stop_finder
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.validate import resolve, truncate_prompt, validate_request
@@ -184,6 +184,8 @@ class AsyncEngine:
             if sampling.structured is not None:
                 grammar = await asyncio.to_thread(self._grammars.compile, sampling.structured)
                 sampling = dataclasses.replace(sampling, grammar=grammar)
+            if request.pooling is not None:
+                sampling = dataclasses.replace(sampling, pooling=request.pooling)
             self._refuse_unless_ready()
             if request.deadline is not None and request.deadline <= time.monotonic():
                 raise RequestError(Code.DEADLINE_EXCEEDED, "the deadline had passed before the request could be queued")
@@ -212,7 +214,7 @@ class AsyncEngine:
                 priority=request.priority or 0,
                 arrival=arrival,
                 salt=sequence_salt(tenant=request.tenant, cache_salt=request.cache_salt),
-                use_prefix_cache=not request.bypass_prefix_cache and sampling.prompt_logprobs is None,
+                use_prefix_cache=not request.bypass_prefix_cache and not _needs_whole_prompt(sampling),
                 tenant=request.tenant or "",
                 search=search if index == 0 else None,
             )
@@ -347,3 +349,7 @@ class AsyncEngine:
         """Violated invariants of the KV bookkeeping, in words; empty when sound."""
         return await asyncio.wrap_future(self._loop.call(self._scheduler.blocks.check_integrity))
 
+
+def _needs_whole_prompt(sampling: Sampling) -> bool:
+    """Every prompt token must be computed for this request, also where the prefix cache knows some."""
+    return sampling.prompt_logprobs is not None or sampling.pooling is Pooling.MEAN

@@ -65,6 +65,7 @@ def merge(first: GenerateUpdate, second: GenerateUpdate) -> None:
         else:
             _merge_delta(known, delta)
     first.prompt_logprobs = first.prompt_logprobs if second.prompt_logprobs is None else second.prompt_logprobs
+    first.embedding = second.embedding or first.embedding
     first.usage = second.usage or first.usage
     first.metrics = second.metrics or first.metrics
 

@@ -245,7 +245,7 @@ class EngineLoop:
     def _report(self, result: StepResult) -> None:
         for sequence, _ in (*result.ended, *result.failed):
             self._forget(sequence)
-        if result.sequences or result.ended or result.failed or result.prompt_scores:
+        if result.sequences or result.ended or result.failed or result.prompt_scores or result.pooled:
             self._on_result(result)
 
     def _forget(self, sequence: Sequence) -> None:

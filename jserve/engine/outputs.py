@@ -14,7 +14,7 @@ from jserve.request import Code, FinishReason, RequestError
 from jserve.sampling.beam_search import Candidates, Move
 from jserve.scheduler import Scheduler, Sequence, StepPlan
 from jserve.scheduler.fork_group import ForkGroup, search_of
-from jserve.scheduler.plan import PromptScores, StepOutput
+from jserve.scheduler.plan import PooledStates, PromptScores, StepOutput
 from jserve.scheduler.sequence import SequenceState
 
 FINISHED = SequenceState.FINISHED
@@ -32,12 +32,17 @@ class StepResult:
     """Row of each of them in the output's logprob arrays."""
     output: StepOutput | None = None
     prompt_scores: list[tuple[Sequence, PromptScores]] = field(default_factory=list)
+    pooled: list[tuple[Sequence, PooledStates]] = field(default_factory=list)
     moves: list[tuple[ForkGroup, list[Move]]] = field(default_factory=list)
     """Searches that went a step on, and the beams that they chose; none where a search ended."""
     searches: list[Sequence] = field(default_factory=list)
     """A beam of each search that has ended; its other beams are among the ended sequences too."""
     ended: list[tuple[Sequence, FinishReason]] = field(default_factory=list)
     failed: list[tuple[Sequence, RequestError]] = field(default_factory=list)
+
+
+def _no_numbers() -> RequestError:
+    return RequestError(Code.INTERNAL, "the model gave no numbers for this request")
 
 
 def outgrown(sequences: list[Sequence]) -> StepResult:
@@ -62,10 +67,21 @@ def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResul
         sequence = plan.sequences[scores.row]
         if not sequence.finished:
             result.prompt_scores.append((sequence, scores))
+    for pooled in output.pooled or ():
+        sequence = plan.sequences[pooled.row]
+        is_at_end = pooled.first + pooled.count == sequence.num_prompt
+        if sequence.finished or not (is_at_end or scheduler.is_current(plan, pooled.row)):
+            continue  # preempted meanwhile: it goes on where the results on the host end
+        if np.isfinite(pooled.total).all():
+            result.pooled.append((sequence, pooled))
+        else:
+            result.failed.append((sequence, _no_numbers()))
     if plan.has_prompt_only:
+        failed = {sequence for sequence, _ in result.failed}
         ends = plan.first_positions + plan.num_scheduled
         for sequence, end in zip(plan.sequences, ends):
-            if sequence.prompt_only and not sequence.finished and end == sequence.num_prompt:
+            is_at_end = sequence.prompt_only and end == sequence.num_prompt
+            if is_at_end and not sequence.finished and sequence not in failed:
                 result.ended.append((sequence, FinishReason.LENGTH))
     # Before the blocks of ended sequences are released: their full blocks stay findable.
     scheduler.applied(plan, output.device_seconds)
@@ -91,7 +107,7 @@ def _append_tokens(plan: StepPlan, output: StepOutput, result: StepResult) -> No
     broken = dict(output.errors or {})
     if output.is_sound is not None and not output.is_sound.all():
         for row in np.flatnonzero(~output.is_sound).tolist():
-            broken.setdefault(row, RequestError(Code.INTERNAL, "the model gave no numbers for this request"))
+            broken.setdefault(row, _no_numbers())
     dropped = {row for row, sequence in enumerate(sampled) if sequence.state is FINISHED}
     dropped.update(plan.beams.tolist())
     for row, error in broken.items():
@@ -119,7 +135,7 @@ def _report_beams(scheduler: Scheduler, plan: StepPlan, output: StepOutput, resu
             continue  # preempted meanwhile: it will be computed again
         group, logprobs = sequence.group, output.beam_logprobs[at]
         if not np.isfinite(logprobs).all():
-            error = RequestError(Code.INTERNAL, "the model gave no numbers for this request")
+            error = _no_numbers()
             result.failed += [(one, error) for one in group.members]
             continue
         group.search.report(group.live.index(sequence), Candidates(output.beam_ids[at], logprobs))

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from jserve.engine.channel import Channel, deliver
+from jserve.engine.embedding import PromptPool
 from jserve.engine.outputs import StepResult
 from jserve.metrics import Histograms, RequestCounts
 from jserve.request import (
@@ -30,7 +31,7 @@ from jserve.request import (
     Usage,
 )
 from jserve.scheduler import Sequence
-from jserve.scheduler.plan import PromptScores
+from jserve.scheduler.plan import PooledStates, PromptScores
 from jserve.tokenizer import Detokenizer, TextStream, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class RequestStream:
     outputs: list[_Output] = field(default_factory=list)
     prompt_scores: list[PositionLogprobs | None] | None = None
     prompt_scores_sent: bool = False
+    pool: PromptPool | None = None
     held: dict[int, OutputDelta] = field(default_factory=dict)
     """With best_of > n: the outputs so far, of which the best are sent at the end."""
     first_token: float | None = None
@@ -86,7 +88,8 @@ class RequestStream:
             )
         if sampling.prompt_logprobs is not None:
             self.prompt_scores = [None] * self.sequences[0].num_prompt
-
+        if sampling.pooling is not None:
+            self.pool = PromptPool(sampling.pooling, self.sequences[0].num_prompt)
 
     @property
     def ranks(self) -> bool:
@@ -146,6 +149,8 @@ class OutputThread:
 
         for sequence, scores in result.prompt_scores:
             guarded(sequence.context, self._add_prompt_scores, sequence, scores)
+        for sequence, states in result.pooled:
+            guarded(sequence.context, self._add_pooled, states)
         for sequence in result.searches:
             guarded(sequence.context, self._end_search, sequence, result.time)
         ended = dict(result.ended)
@@ -181,6 +186,9 @@ class OutputThread:
                 stream.tokenizer, int(sequence.tokens[position]), scores.logprobs[i], scores.ranks[i],
                 scores.top_ids[i, :k], scores.top_logprobs[i, :k],
             )
+
+    def _add_pooled(self, stream: RequestStream, update: GenerateUpdate, states: PooledStates) -> None:
+        stream.pool.add(states)
 
     def _add_token(
         self,
@@ -269,6 +277,8 @@ class OutputThread:
         delta.finish_reason, delta.matched_stop = reason, matched_stop
         delta.cumulative_logprob = output.cumulative_logprob
         if all(o.finished for o in stream.outputs):
+            if stream.pool is not None and reason is not FinishReason.ABORTED:
+                update.embedding = stream.pool.mean()
             stream.done = True
             update.outputs += _best(stream)
             self._count_end(stream, reason)

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from jserve.access.certificates import names_in
 from jserve.access.gate import TENANT_HEADER, Caller, Credentials
-from jserve.http import chat, completions, tokens
+from jserve.http import chat, completions, embeddings, tokens
 from jserve.http.body import Fields, read_fields
 from jserve.http.errors import HttpRefusal, refusal
 from jserve.http.event_stream import EventStream
@@ -146,9 +146,10 @@ async def _answer(state: ServerState, request: Request, caller: Caller, call, en
 
 
 async def _embeddings(state: ServerState, request: Request, caller: Caller) -> Response:
-    state.engine_for_requests()
-    await _fields(state, request)
-    raise RequestError(Code.UNIMPLEMENTED, "/v1/embeddings: embeddings are not built yet")
+    info = state.engine_for_requests().info
+    call = embeddings.read_call(await _fields(state, request), info, _new_id("embd"))
+    body = await while_connected(request, embeddings.answer(state, caller, call))
+    return await asyncio.to_thread(JSONResponse, body)  # a million numbers take a while
 
 
 async def _tokenizer_info(state: ServerState, _: Request, caller: Caller) -> Response:

@@ -94,7 +94,7 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Embeddings of prompts.  Not built yet: UNIMPLEMENTED.
+        """Embeddings of prompts: pooled hidden states after the final norm.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

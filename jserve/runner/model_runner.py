@@ -18,6 +18,7 @@ from jserve.runner.batch import build
 from jserve.runner.compile_plan import SCORED_ROWS, StepShape
 from jserve.runner.forward import ServedParams
 from jserve.runner.grammar_state import GrammarState
+from jserve.runner.pooling import Pooled, start_pooling
 from jserve.runner.programs import NUM_SWAPPED, ProgramSet, SampledColumns
 from jserve.runner.sampling_rows import SamplingRows
 from jserve.sampling.sampler import SamplerVariant
@@ -43,6 +44,7 @@ class _InFlight:
     errors: dict[int, RequestError]  # of sampled rows
     beams: jax.Array | None  # i32[at least plan.beams, 2 * NUM_CANDIDATES]
     scored: list[_Scored]
+    pooled: Pooled | None
 
     def sampled_id(self, slot: int, epoch: int) -> int:
         """The id that a slot's occupant samples in this step; waits for it."""
@@ -79,6 +81,7 @@ class ModelRunner:
         self._pools = None  # give the old ones back first: two do not fit
         self._pools = self._programs.allocate_pools()
         self._slot_tokens = self._programs.initial_slot_tokens()
+        self._no_sums = self._programs.no_sums()
         self._shaping_rows = self._programs.shaping.empty_rows()
 
     def warm_up(self) -> None:
@@ -118,7 +121,10 @@ class ModelRunner:
             variant = self._sampling.variant(plan.slots[plan.sampling_rows])
             sampled, beams, errors = self._sample(plan, variant, sample_hidden)
         scored = self._score_prompts(plan, shape, hidden)
-        self._in_flight.append(_InFlight(plan, launched, sampled, variant, errors, beams, scored))
+        pooled = start_pooling(
+            plan, self._no_sums, lambda sums, packed: programs.pool(shape, sums, hidden, packed)
+        )
+        self._in_flight.append(_InFlight(plan, launched, sampled, variant, errors, beams, scored, pooled))
 
     def collect(self) -> StepOutput:
         """Waits for the oldest launched step."""
@@ -142,6 +148,7 @@ class ModelRunner:
         if self._host is not None:
             self._host.settle(step.plan.step_id)
         output.prompt_scores = [piece for scored in step.scored for piece in _read_scores(scored)]
+        output.pooled = None if step.pooled is None else step.pooled.read()
         now = time.perf_counter()
         output.device_seconds = now - max(step.launched, self._last_collected)
         self._last_collected = now

@@ -177,6 +177,16 @@ class ProgramSet:
         rows = self._compiled["select", shape](hidden, packed[0])
         return self._compiled["score"](params.outer, rows, packed[1])
 
+    def no_sums(self) -> jax.Array:
+        """f32[num_slots, D] zeros, where `pool` starts."""
+        return jnp.zeros((self.num_slots, self._config.d_model), jnp.float32)
+
+    def pool(self, shape: StepShape, sums: jax.Array, hidden: jax.Array, packed: np.ndarray) -> jax.Array:
+        """Adds hidden states to their sums: packed i32[2, SCORED_ROWS] holds flat positions and rows of `sums`,
+        num_slots for padding."""
+        rows = self._compiled["select", shape](hidden, packed[0])
+        return self._compiled["pool"](sums, rows, packed[1])
+
     def copy_blocks(self, pools, copies: list[tuple[int, int, int]]):
         """Donates pools; copies blocks (group, source, destination)."""
         pools = list(pools)
@@ -227,6 +237,7 @@ class ProgramSet:
         shaping_rows = self.shaping.run_each_once(logits, shaping_rows, slot_tokens)
         self.beam_candidates(logits, np.zeros(1, np.int32))
         self.score(shape, params, hidden, np.zeros((2, SCORED_ROWS), np.int32))
+        self.pool(shape, self.no_sums(), hidden, np.full((2, SCORED_ROWS), [[0], [self.num_slots]], np.int32))
         pools = self.copy_blocks(pools, [(group, 0, 0) for group in range(len(pools))])
         return pools, slot_tokens, shaping_rows
 
@@ -294,6 +305,8 @@ class ProgramSet:
         jobs |= self.shaping.jobs()
         rows = jax.ShapeDtypeStruct((SCORED_ROWS, width), dtype)
         jobs["score"] = functools.partial(_lower, self._score_program, (), params.outer, rows, _i32(SCORED_ROWS))
+        sums = jax.ShapeDtypeStruct((self.num_slots, width), jnp.float32)
+        jobs["pool"] = functools.partial(_lower, _add_rows, (), sums, rows, _i32(SCORED_ROWS))
         for group, pool in enumerate(pools):
             program = functools.partial(_copy_pairs, platform=self._layouts[group].platform)
             jobs["copy", group] = functools.partial(_lower, program, (0,), pool, _i32(2, NUM_COPIES), _i32())
@@ -385,6 +398,10 @@ def _copy_pairs(pool, pairs, count, *, platform: str):
 
 def _select_rows(hidden_TD, rows):
     return hidden_TD[rows]
+
+
+def _add_rows(sums_ND, rows_CD, places):
+    return sums_ND.at[places].add(rows_CD.astype(jnp.float32), mode="drop")  # no row's NaN reaches another's sum
 
 
 def _pack_columns(

@@ -15,6 +15,7 @@ from jserve.request import (
     EarlyStopping,
     GenerateRequest,
     Message,
+    Pooling,
     RequestError,
     Sampling,
     SamplingParams,
@@ -113,6 +114,8 @@ def validate_request(request: GenerateRequest, model: ModelLimits) -> None:
         fields.text(limits.MAX_CACHE_SALT_CHARACTERS)("cache_salt", request.cache_salt)
     if request.bypass_prefix_cache is not None:
         fields.boolean("bypass_prefix_cache", request.bypass_prefix_cache)
+    if request.pooling is not None:
+        _check_pooling(request)
 
 
 def bad_word_ids(words: tuple[str, ...] | None, model: ModelLimits) -> tuple[tuple[int, ...], ...]:
@@ -323,6 +326,13 @@ def _check_messages(request: GenerateRequest, model: ModelLimits) -> None:
             raise invalid(f"messages[{index}]", message, "must be a Message")
         fields.text(64)(f"messages[{index}].role", message.role)
         _check_prompt_text(f"messages[{index}].content", message.content, request, model, may_be_empty=True)
+
+
+def _check_pooling(request: GenerateRequest) -> None:
+    if not isinstance(request.pooling, Pooling):
+        raise invalid("pooling", request.pooling, f"must be one of {', '.join(item.name for item in Pooling)}")
+    if request.sampling_params != SamplingParams(max_tokens=0):
+        raise invalid("pooling", request.pooling.name, "an embedding generates nothing: max_tokens must be 0, all else unset")
 
 
 def _check_request_id(request_id: object) -> None:

@@ -66,6 +66,7 @@ class StepOutput:
     beam_ids: np.ndarray | None = None  # i32[plan.beams, 128] the most probable tokens of each, best first
     beam_logprobs: np.ndarray | None = None  # f32[plan.beams, 128]; no numbers: the row is not sound
     prompt_scores: list[PromptScores] | None = None
+    pooled: list[PooledStates] | None = None
     device_seconds: float = 0.0
 
 
@@ -79,3 +80,13 @@ class PromptScores:
     ranks: np.ndarray  # i32[count]
     top_ids: np.ndarray  # i32[count, 20]
     top_logprobs: np.ndarray  # f32[count, 20]
+
+
+@dataclass(frozen=True)
+class PooledStates:
+    """Sum of the final hidden states of consecutive prompt tokens of one row, from position `first`."""
+
+    row: int
+    first: int
+    count: int
+    total: np.ndarray  # f32[D]

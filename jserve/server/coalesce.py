@@ -34,6 +34,7 @@ class Coalescer:
         self._interval = interval
         self._outputs: dict[int, _PendingOutput] = {}
         self._prompt_logprobs: list[PositionLogprobs | None] | None = None
+        self._embedding: list[float] | None = None
         self._request_id = ""
         self._usage: Usage | None = None
         self._metrics: RequestMetrics | None = None
@@ -55,6 +56,8 @@ class Coalescer:
             pending.num_tokens += len(delta.token_ids)
         if update.prompt_logprobs is not None:
             self._prompt_logprobs = (self._prompt_logprobs or []) + update.prompt_logprobs
+        if update.embedding is not None:
+            self._embedding = update.embedding
         if update.usage is not None:
             self._usage, self._metrics, self._has_usage = update.usage, update.metrics, True
         self._changed.set()
@@ -96,8 +99,10 @@ class Coalescer:
                 pending.deltas, pending.num_tokens, pending.was_taken_before = [], 0, True
         if not outputs and self._prompt_logprobs is None and self._usage is None:
             return None
-        update = GenerateUpdate(self._request_id, outputs, self._prompt_logprobs, self._usage, self._metrics)
-        self._prompt_logprobs = self._usage = self._metrics = None
+        update = GenerateUpdate(
+            self._request_id, outputs, self._prompt_logprobs, self._embedding, self._usage, self._metrics
+        )
+        self._prompt_logprobs = self._embedding = self._usage = self._metrics = None
         return update
 
 

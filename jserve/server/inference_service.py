@@ -14,6 +14,7 @@ from jserve.request import Code, RequestError, invalid
 from jserve.server import convert, convert_results
 from jserve.server.callers import caller_of
 from jserve.server.coalesce import Coalescer
+from jserve.server.embed import embed
 from jserve.server.score import score
 from jserve.server.state import ServerState
 from jserve.server.submit import submitted
@@ -44,6 +45,10 @@ class InferenceService:
             # Thousands of positions take a while; a thread lets other calls in between.
             return await asyncio.to_thread(convert_results.result_to_proto, result)
         return convert_results.result_to_proto(result)
+
+    async def Embed(self, message: pb.EmbedRequest, context: grpc.aio.ServicerContext) -> pb.EmbedResponse:
+        caller = caller_of(self._state.gate, context)
+        return await embed(self._state, message, caller, _deadline(context))
 
     async def Score(self, message: pb.ScoreRequest, context: grpc.aio.ServicerContext) -> pb.ScoreResponse:
         caller = caller_of(self._state.gate, context)

@@ -11,9 +11,8 @@ import uuid
 from jserve.access.gate import Caller
 from jserve.proto_gen import inference_pb2 as pb
 from jserve.request import Code, GenerateRequest, GenerateUpdate, RequestError, SamplingParams, invalid
-from jserve.server.coalesce import Coalescer
+from jserve.server.several import in_order, whole_result
 from jserve.server.state import ServerState
-from jserve.server.submit import submitted
 from jserve.tokenizer import Tokenizer
 
 NUM_AT_ONCE = 16
@@ -38,11 +37,9 @@ async def score(
             lora_name=message.lora_name if message.HasField("lora_name") else None,
             deadline=deadline,
         )
-        call = Coalescer()
-        async with room, submitted(state, request, caller, call):
-            return await call.whole()
+        return await whole_result(state, request, caller, room)
 
-    results = await _all([one(index, token_ids) for index, (_, token_ids) in enumerate(pieces)])
+    results = await in_order([one(index, token_ids) for index, (_, token_ids) in enumerate(pieces)])
     scores = [_score(start, token_ids, result) for (start, token_ids), result in zip(pieces, results)]
     usage = pb.Usage(
         prompt_tokens=sum(len(token_ids) for _, token_ids in pieces), completion_tokens=0, cached_tokens=0
@@ -91,14 +88,3 @@ def _score(start: int, token_ids: list[int], result: GenerateUpdate) -> pb.Conti
         token_ids=token_ids[start:],
         token_logprobs=[entry.logprob for entry in entries],
     )
-
-
-async def _all(works: list) -> list[GenerateUpdate]:
-    """Results in order; the first error cancels the others."""
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

@@ -124,13 +124,6 @@ async def test_another_model_is_not_found():
             await client.models.retrieve("gpt-9")
 
 
-async def test_embeddings_say_that_they_are_not_built():
-    async with http_serving(FakeEngine()) as (_, client):
-        with pytest.raises(openai.InternalServerError, match="embeddings are not built yet") as caught:
-            await client.embeddings.create(model=MODEL, input="x")
-    assert caught.value.status_code == 501
-
-
 async def test_unknown_paths_and_methods_have_the_same_form():
     async with http_serving(FakeEngine()) as (server, _):
         assert (await ask(server, "GET", "/v2")).error["message"] == "GET /v2: Not Found"

@@ -72,7 +72,7 @@ def test_a_request_has_the_same_fields_in_proto_and_dataclass():
     proto = {field.name for field in inference_pb2.GenerateRequest.DESCRIPTOR.fields}
     ours = {field.name for field in dataclasses.fields(GenerateRequest)}
     assert proto - ours == {"stream"}, "options of the transport"
-    assert ours - proto == {"deadline", "tenant"}, "gRPC's own, and what a client may not say"
+    assert ours - proto == {"deadline", "tenant", "pooling"}, "gRPC's own, what a client may not say, what Embed alone asks"
 
 
 def test_the_services_have_the_methods_that_clients_know():

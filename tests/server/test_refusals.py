@@ -15,7 +15,7 @@ from tests.support.fake_engine import FakeEngine, whole_text
 from tests.support.grpc_server import serving, until
 
 PLAIN = GenerateRequest(prompt="p")
-NOT_BUILT = {"Embed", "SubscribeKvEvents", "LoadLora", "UnloadLora", "ListLoras"}
+NOT_BUILT = {"SubscribeKvEvents", "LoadLora", "UnloadLora", "ListLoras"}
 
 
 async def refused(awaitable) -> RequestError:

@@ -26,7 +26,7 @@ from pallas_kernels.paged_attention import RaggedBatch, layout
 
 
 @partial(jax.jit, static_argnums=(1, 3))
-def _whole_sequence(params, config: ModelConfig, token_ids: jax.Array, implementation: str) -> jax.Array:
+def _whole_sequence(params, config: ModelConfig, token_ids: jax.Array, implementation: str) -> tuple[jax.Array, jax.Array]:
     num_tokens, block_size = token_ids.shape[0], 32
     num_blocks = -(-num_tokens // block_size)
     pool_layout = layout("cpu", config.num_kv_heads, config.head_dim, block_size, "float32")
@@ -40,14 +40,19 @@ def _whole_sequence(params, config: ModelConfig, token_ids: jax.Array, implement
     pool = pool_layout.allocate(config.num_layers, num_blocks + 1)
     code = model_code(config)
     hidden, _ = code.forward(params, config, (pool,), inputs, AttentionPlan(implementation, (pool_layout,)))
-    return code.logits(params, config, hidden)
+    return hidden, code.logits(params, config, hidden)
 
 
 def full_logits(
     params: Any, config: ModelConfig, token_ids: Sequence[int], implementation: str = "reference"
 ) -> np.ndarray:
     """f32[T, V]: logits at every position of one sequence, computed in one step over a fresh pool."""
-    return np.asarray(_whole_sequence(params, config, jnp.asarray(token_ids, jnp.int32), implementation))
+    return np.asarray(_whole_sequence(params, config, jnp.asarray(token_ids, jnp.int32), implementation)[1])
+
+
+def full_hidden(params: Any, config: ModelConfig, token_ids: Sequence[int]) -> np.ndarray:
+    """f32[T, D]: final hidden states of one sequence, computed the same way."""
+    return np.asarray(_whole_sequence(params, config, jnp.asarray(token_ids, jnp.int32), "reference")[0])
 
 
 def naive_generate(params: Any, config: ModelConfig, prompt: Sequence[int], num_tokens: int) -> list[int]:
