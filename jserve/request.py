@@ -45,7 +45,9 @@ class RequestError(Exception):
 
 def invalid(field_path: str, value: object, why: str) -> RequestError:
     """INVALID_ARGUMENT that names field and value, e.g. `sampling_params.top_p = 1.5: must be in (0, 1]`."""
-    shown = repr(value)
+    if isinstance(value, enum.Enum):
+        value = value.name  # as the proto spells it
+    shown = repr(list(value) if isinstance(value, tuple) else value)
     if len(shown) > 80:
         shown = shown[:77] + "..."
     return RequestError(Code.INVALID_ARGUMENT, f"{field_path} = {shown}: {why}", field=field_path)

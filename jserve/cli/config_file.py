@@ -130,7 +130,8 @@ def parsed(setting: Setting, text: str) -> object:
         if setting.type is bool:
             return {"true": True, "false": False}[text.lower()]
         if setting.type is tuple:
-            return tuple(int(part) for part in text.strip("[]").split(","))
+            inside = text[1:-1] if text.startswith("[") and text.endswith("]") else text
+            return tuple(int(part) for part in inside.split(","))
         return checked(setting, setting.type(text))
     except (KeyError, ValueError):
         raise ConfigError(f"{setting.key} = {text!r}: expected {setting.expected}") from None

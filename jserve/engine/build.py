@@ -106,6 +106,11 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
     )
     blocks = kv.make(root_key(model=model.digest, dtype=f"{config.model.dtype} {config.model.quantize}", kv_dtype=config.kv.dtype))
     programs = make_programs(model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size, num_host_blocks)
+    if plan.num_slots < config.scheduler.max_num_seqs:
+        report.line(
+            f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs}: {plan.num_slots} run at once, as every step has a"
+            f" token for each (scheduler.max_num_batched_tokens = {config.scheduler.max_num_batched_tokens})"
+        )
     report.line(f"compile plan: {plan}")
     runner = _ready_runner(config, programs, model, blocks, report)
     return _wire(config, model, tokenizer, plan, memory, kv, blocks, runner, counter, programs.implementation)

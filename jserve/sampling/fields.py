@@ -43,7 +43,8 @@ def integer(low: int, high: int, why: str | None = None) -> Reader:
         value = int(value)
         if not low <= value <= high:
             # Python refuses to print an integer of more than 4,300 digits.
-            raise invalid(path, value if value.bit_length() <= 128 else f"{value.bit_length()} bits", why)
+            shown = value if value.bit_length() <= 128 else f"{value.bit_length()} bits"
+            raise invalid(path, shown, why if value < low or str(high) in why else f"{why}, and at most {high}")
         return value
 
     return read

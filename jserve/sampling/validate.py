@@ -197,8 +197,8 @@ def _refuse_ids_beyond(vocab_size: int, path: str, token_ids: Iterable[int]) -> 
     """Readers have refused negative ids; how many there are is the model's to say."""
     for index, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
-            entry = token_id if isinstance(token_ids, Mapping) else index
-            raise invalid(f"{path}[{entry}]", token_id, f"must be in 0..{vocab_size - 1}, the model's vocabulary")
+            entry = f"{path} key" if isinstance(token_ids, Mapping) else f"{path}[{index}]"
+            raise invalid(entry, token_id, f"must be in 0..{vocab_size - 1}, the model's vocabulary")
 
 
 def _room_after_prompt(num_prompt_tokens: int, max_tokens: int | None, model: ModelLimits) -> int:
@@ -233,7 +233,7 @@ def _check_beams(params: SamplingParams, beam_width: int, n: int, max_tokens: in
     for name in _REFUSED_WITH_BEAMS:
         value = getattr(params, name)
         if value is not None and value != () and value != {}:
-            raise invalid(_path(name), value, f"must not be set with beam_width ({beam_width}): a beam search draws nothing")
+            raise invalid(_path(name), value, f"must not be set with beam_width ({beam_width}): it takes the most probable sequences of the model as it is")
     if n > beam_width:
         raise invalid(_path("n"), n, f"must not be larger than beam_width ({beam_width})")
     if max_tokens == 0:

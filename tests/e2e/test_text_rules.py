@@ -158,7 +158,7 @@ async def test_control_tokens_spelled_in_a_message_are_ordinary_text(say, alphab
         ({"min_p": 1.5}, "min_p"), ({"top_k": -2}, "top_k"), ({"logprobs": 21}, "logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"), ({"stop": [""]}, "stop[0]"),
         ({"stop_token_ids": [49152]}, "stop_token_ids[0]"), ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
-        ({"n": 0}, "n"), ({"json_schema": "{}"}, "json_schema"), ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"n": 0}, "n"), ({"json_schema": "{"}, "json_schema"), ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
     ],
 )
 async def test_a_bad_value_is_refused_by_name_and_its_neighbour_is_served(say, alphabet, params, field):
