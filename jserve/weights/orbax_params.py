@@ -7,6 +7,7 @@ zarr folder, uncompressed, in chunks within a layer.  Orbax is slow to import, s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -30,7 +31,7 @@ CHUNK_BYTES = 64 << 20
 def save_params(
     folder: Path, specs: Any, checkpoint: Checkpoint, progress: Progress = lambda done, total: None
 ) -> None:
-    """Writes the checkpoint's parameters into the new `folder`.  Host memory: the largest matrix of a layer."""
+    """Writes the checkpoint's parameters into the new `folder`.  Host memory: one matrix and a few chunks."""
     import orbax.checkpoint as ocp
 
     check_one_to_one(specs, checkpoint)
@@ -97,17 +98,17 @@ class _Streamed:
         layer = (-(-rows // num_chunks), *rest)
         return (1, *layer) if self.spec.stacked else layer
 
-    def layers(self) -> Iterator[tuple[Any, np.ndarray]]:
-        """(where in the parameter, content)"""
+    def pieces(self) -> Iterator[tuple[tuple[slice, ...], np.ndarray]]:
+        """(where in the parameter, content) of every chunk; the content is good until the next is asked for."""
         spec = self.spec
         array = np.empty((1, *spec.layer_shape) if spec.stacked else spec.shape, spec.dtype)
-        last = None
-        for name, piece, layer in checkpoint_tensors(spec):
-            if last is not None and layer != last:
-                yield slice(last, last + 1), array
-            fill(spec.view(array, piece, 0), self.checkpoint.tensors[name], None)
-            last = layer
-        yield (slice(last, last + 1) if spec.stacked else slice(None)), array
+        for layer, tensors in itertools.groupby(checkpoint_tensors(spec), key=lambda found: found[2]):
+            for name, piece, _ in tensors:
+                fill(spec.view(array, piece, 0), self.checkpoint.tensors[name], None)
+            step = self.chunks[1 if spec.stacked else 0]
+            for start in range(0, spec.num_rows, step):
+                rows = slice(start, min(start + step, spec.num_rows))
+                yield ((slice(layer, layer + 1), rows), array[:, rows]) if spec.stacked else ((rows,), array[rows])
 
 
 def _streaming_handler() -> Any:
@@ -128,8 +129,8 @@ def _streaming_handler() -> Any:
                 target = await tensorstore.open(
                     tensorstore.Spec(spec), create=True, open=True, context=info.ts_context
                 )
-                for where, content in value.layers():
-                    await target[where].write(content)  # until committed: the array is filled anew
+                for where, content in value.pieces():
+                    await target[where].write(content)  # committed before the array is filled anew
                     value.report(content.nbytes)
             return []
 
