@@ -31,6 +31,8 @@ class ModelSection:
     """Longest prompt + output in tokens. auto: what the model was made for."""
     generation_config: str = "auto"
     """auto: the model's generation_config fills unset sampling fields; none: it does not (its EOS ids still count)."""
+    verify: bool = False
+    """Compare the folder with the digests that `jserve convert` wrote beside it, before it is loaded."""
     served_name: str | None = None
     """Name that GetModelInfo shows. auto: the model's name or the last part of its path."""
 

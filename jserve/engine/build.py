@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +39,7 @@ from jserve.sampling.validate import generation_defaults
 from jserve.scheduler import POLICIES, PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, preemption
 from jserve.scheduler.policies import parse_weights
 from jserve.tokenizer import Tokenizer, TokenizerError, from_folder, from_gguf
+from jserve.weights import manifest
 from jserve.weights.load import LoadedModel, load_model
 from pallas_kernels.paged_attention import PoolLayout, choose, layout
 
@@ -71,6 +73,8 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
     if platform not in ("cpu", "gpu", "tpu"):
         raise ConfigError(f"jax runs on {platform!r}; cpu, gpu and tpu are supported")
     config = resolve_automatic(config, platform)
+    if config.model.verify:
+        manifest.verify(Path(config.model.path), lambda done, total: report.progress("verify weights", done, total))
     report.line(f"loading {config.model.path} as {config.model.dtype} on {platform}")
     model = load_model(
         config.model.path,

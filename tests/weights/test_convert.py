@@ -11,6 +11,8 @@ import jax
 import numpy as np
 import pytest
 
+from jserve import LLM, SamplingParams
+from jserve.cli import config_file
 from jserve.tokenizer import from_folder, from_gguf
 from jserve.weights import manifest
 from jserve.weights.checkpoint import open_checkpoint
@@ -59,6 +61,25 @@ def test_gguf_to_hf_to_orbax_generates_the_same_tokens(source, hf, orbax):
         assert same_params(model.params, models[0].params)
         assert dataclasses.replace(model.config, architecture="llama") == models[0].config
         assert model.eos_token_ids == models[0].eos_token_ids
+
+
+def test_the_engine_serves_an_orbax_folder_and_verifies_it_where_asked(source, orbax, tmp_path):
+    config = config_file.from_tables({
+        "model": {"path": str(orbax), "verify": True},
+        "kv": {"memory_bytes": 2_097_152, "block_size": 16, "host_memory_bytes": 0},
+        "scheduler": {"max_num_seqs": 2, "max_num_batched_tokens": 16},
+        "compile": {"cache_dir": str(tmp_path), "token_buckets": [16], "sequence_buckets": [2]},
+    })
+    loaded = load_model(source, "float32")
+    with LLM(config=config) as llm:
+        [found] = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert found.outputs[0].token_ids == naive_generate(loaded.params, loaded.config, PROMPT, 6)
+    copy = shutil.copytree(orbax, tmp_path / "damaged")
+    chunk = bytearray((copy / "params" / "embedding" / "0.0").read_bytes())
+    chunk[1000] ^= 64
+    (copy / "params" / "embedding" / "0.0").write_bytes(chunk)
+    with pytest.raises(WeightsError, match="other bytes than were written: params/embedding/0.0"):
+        LLM(config=config.replace("model", path=str(copy)))
 
 
 def test_tokenizer_and_chat_template_come_along(source, hf, orbax):
