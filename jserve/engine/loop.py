@@ -99,6 +99,8 @@ class EngineLoop:
         future: Future = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # its caller has left: a cancelled RPC must not be answered, nor end this thread
             self._settle()
             num_cached = self._scheduler.blocks.num_cached_blocks
             try:
