@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,16 @@ class CompileCounter:
                 raise RuntimeError("a program was compiled after readiness, which compile.forbid_compile forbids")
 
 
+@functools.cache
+def understands(option: str, value: Any) -> bool:
+    """Whether this jax's compiler knows a compiler option; they come and go with its versions."""
+    try:
+        jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "int32")).compile(compiler_options={option: value})
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
 def compile_all(
     jobs: dict[Any, Callable[[], jax.stages.Lowered]],
     num_threads: int,
@@ -68,7 +79,7 @@ def compile_all(
         program, lower = item
         compiled = None if store is None else store.load(str(program))
         if compiled is None:
-            compiled = lower().compile(compiler_options=dict(options(program)))
+            compiled = lower().compile(compiler_options=_understood(options(program)))
             if store is not None:
                 store.save(str(program), compiled)
         with lock:
@@ -81,3 +92,7 @@ def compile_all(
     if store is not None:
         store.close()
     return executables
+
+
+def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {option: value for option, value in options.items() if understands(option, value)}
