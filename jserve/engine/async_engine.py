@@ -307,7 +307,8 @@ class AsyncEngine:
             num_total_blocks=blocks.num_total_blocks,
             num_free_blocks=blocks.num_free_blocks,
             num_cached_blocks=blocks.num_cached_blocks,
-            num_saved_blocks=blocks.num_saved_blocks,
+            # A difference of two counts that the engine thread changes one after the other.
+            num_saved_blocks=max(0, blocks.num_saved_blocks),
             num_preemptions=self._scheduler.num_preemptions,
             num_swap_preemptions=self._scheduler.num_swap_preemptions,
             swapped_out_bytes=self._scheduler.num_saved_blocks * self._bytes_per_block,
