@@ -10,6 +10,7 @@ from google.protobuf import json_format
 from jserve.proto_gen import inference_pb2, sampling_pb2
 from jserve.request import Code, GenerateRequest, RequestError
 from jserve.server.convert import request_from_proto
+from jserve.strict_json import without_duplicates
 
 _AT = re.compile(r'(.*?) at "?GenerateRequest\.?([\w.\[\]]*)"?\W*$', re.DOTALL)
 _NESTED = re.compile(r"Failed to parse (\w+) field: ")
@@ -20,7 +21,7 @@ _UNKNOWN = re.compile(r'has no field named "([^"]*)"')
 def json_fields(line: bytes) -> dict[str, object]:
     """The object that the line spells.  A key given twice is refused: one of the values would be ignored."""
     try:
-        fields = json.loads(line, object_pairs_hook=_without_duplicates)
+        fields = json.loads(line, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise RequestError(Code.INVALID_ARGUMENT, f"not a line of JSON: {error}") from None
     if not isinstance(fields, dict):
@@ -67,11 +68,3 @@ def _refused(reason: str) -> RequestError:
 
 def _snake(path: str) -> str:
     return re.sub(r"(?<=[a-z0-9])([A-Z])", lambda match: "_" + match[1].lower(), path)
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return fields

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from jserve.http.errors import HttpRefusal
 from jserve.request import Code, RequestError, invalid
+from jserve.strict_json import without_duplicates
 
 _MISSING = object()
 
@@ -22,7 +23,7 @@ async def read_fields(request: Request, max_bytes: int) -> Fields:
         raise HttpRefusal(415, f"content-type {kind or 'unset'!r}: send the body as application/json")
     data = await _read(request, max_bytes)
     try:
-        body = json.loads(data, object_pairs_hook=_without_duplicates)
+        body = json.loads(data, object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise RequestError(Code.INVALID_ARGUMENT, f"the body is not valid JSON: {error}") from None
     if not isinstance(body, dict):
@@ -90,9 +91,20 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    fields = dict(pairs)
-    if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} is there twice")
-    return fields
+def take_prompts(fields: Fields, name: str, most: int) -> list[str] | list[list[int]]:
+    """OpenAI's four forms of a field: a text, texts, token ids, lists of token ids."""
+    given = fields.take(name, str, list)
+    if given is None:
+        raise RequestError(Code.INVALID_ARGUMENT, f"{name}: must be set", field=name)
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise invalid(name, given, "must not be empty")
+    if not isinstance(given[0], (str, list)):
+        return [given]  # the validator refuses what is no token id
+    if len(given) > most:
+        raise invalid(name, f"{len(given)} {name}s", f"at most {most} are allowed in one call")
+    for index, item in enumerate(given):
+        if type(item) is not type(given[0]):
+            raise invalid(f"{name}[{index}]", item, f"must be of the same kind as the first {name}")
+    return given

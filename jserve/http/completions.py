@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from jserve.access.gate import Caller
 from jserve.engine.info import ModelInfo
 from jserve.http import fields as common
-from jserve.http.body import Fields
+from jserve.http.body import Fields, take_prompts
 from jserve.http.logprobs import CompletionLogprobs, prompt_logprobs
 from jserve.http.run import results_of, total_usage, updates_of
-from jserve.request import Code, FinishReason, GenerateRequest, OutputDelta, PositionLogprobs, RequestError
+from jserve.request import FinishReason, GenerateRequest, OutputDelta, PositionLogprobs, RequestError
 from jserve.request import SamplingParams, Usage, invalid
 from jserve.server.state import ServerState
 from jserve.tokenizer import PromptTooLong
@@ -58,7 +58,7 @@ class CompletionCall:
 async def read_call(fields: Fields, info: ModelInfo, call_id: str) -> CompletionCall:
     """The call that the body spells, or RequestError."""
     common.take_model(fields, info.name)
-    inputs = _take_prompts(fields)
+    inputs = take_prompts(fields, "prompt", MAX_PROMPTS)
     delivery = common.take_delivery(fields)
     echo = fields.take("echo", bool, default=False)
     fields.take_neutral("suffix", "")
@@ -154,25 +154,6 @@ class _Choice:
 
 def _head(call: CompletionCall) -> dict:
     return {"id": call.id, "object": "text_completion", "created": int(time.time()), "model": call.model}
-
-
-def _take_prompts(fields: Fields) -> list[str] | list[list[int]]:
-    """OpenAI's four forms: a text, texts, token ids, lists of token ids."""
-    prompt = fields.take("prompt", str, list)
-    if prompt is None:
-        raise RequestError(Code.INVALID_ARGUMENT, "prompt: must be set", field="prompt")
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise invalid("prompt", prompt, "must not be empty")
-    if not isinstance(prompt[0], (str, list)):
-        return [prompt]  # the validator refuses what is no token id
-    if len(prompt) > MAX_PROMPTS:
-        raise invalid("prompt", f"{len(prompt)} prompts", f"at most {MAX_PROMPTS} are allowed in one call")
-    for index, item in enumerate(prompt):
-        if type(item) is not type(prompt[0]):
-            raise invalid(f"prompt[{index}]", item, "must be of the same kind as the first prompt")
-    return prompt
 
 
 async def _prompt(

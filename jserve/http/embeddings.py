@@ -11,8 +11,8 @@ import numpy as np
 from jserve.access.gate import Caller
 from jserve.engine.info import ModelInfo
 from jserve.http import fields as common
-from jserve.http.body import Fields
-from jserve.request import Code, GenerateRequest, Pooling, RequestError, invalid
+from jserve.http.body import Fields, take_prompts
+from jserve.request import GenerateRequest, Pooling, RequestError, invalid
 from jserve.server.embed import DEFAULT_POOLING, PROMPT_ONLY, embedding_of
 from jserve.server.several import in_order
 from jserve.server.state import ServerState
@@ -33,7 +33,7 @@ class EmbeddingsCall:
 def read_call(fields: Fields, info: ModelInfo, call_id: str) -> EmbeddingsCall:
     """The call that the body spells, or RequestError."""
     common.take_model(fields, info.name)
-    inputs = _take_inputs(fields)
+    inputs = take_prompts(fields, "input", MAX_INPUTS)
     encoding = fields.take("encoding_format", str, default="float")
     if encoding not in ("float", "base64"):
         raise invalid("encoding_format", encoding, "must be float or base64")
@@ -77,25 +77,6 @@ async def answer(state: ServerState, caller: Caller, call: EmbeddingsCall) -> di
         "model": call.model,
         "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
     }
-
-
-def _take_inputs(fields: Fields) -> list[str] | list[list[int]]:
-    """OpenAI's four forms: a text, texts, token ids, lists of token ids."""
-    given = fields.take("input", str, list)
-    if given is None:
-        raise RequestError(Code.INVALID_ARGUMENT, "input: must be set", field="input")
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise invalid("input", given, "must not be empty")
-    if not isinstance(given[0], (str, list)):
-        return [given]  # the validator refuses what is no token id
-    if len(given) > MAX_INPUTS:
-        raise invalid("input", f"{len(given)} inputs", f"at most {MAX_INPUTS} are allowed in one call")
-    for index, item in enumerate(given):
-        if type(item) is not type(given[0]):
-            raise invalid(f"input[{index}]", item, "must be of the same kind as the first input")
-    return given
 
 
 def _take_pooling(fields: Fields) -> Pooling:

@@ -120,10 +120,12 @@ class ModelRunner:
         if len(plan.sampling_rows):
             variant = self._sampling.variant(plan.slots[plan.sampling_rows])
             sampled, beams, errors = self._sample(plan, variant, sample_hidden)
-        scored = self._score_prompts(plan, shape, hidden)
-        pooled = start_pooling(
-            plan, self._no_sums, lambda sums, packed: programs.pool(shape, sums, hidden, packed)
-        )
+        scored, pooled = [], None
+        if self._sampling.reads_prompt(plan.slots):  # few steps do, and finding out row by row is work on the host
+            scored = self._score_prompts(plan, shape, hidden)
+            pooled = start_pooling(
+                plan, self._no_sums, lambda sums, packed: programs.pool(shape, sums, hidden, packed)
+            )
         self._in_flight.append(_InFlight(plan, launched, sampled, variant, errors, beams, scored, pooled))
 
     def collect(self) -> StepOutput:

@@ -32,6 +32,7 @@ class SamplingRows:
         self._num_banned = np.zeros(num_slots, np.int32)
         self._is_random = np.zeros(num_slots, bool)
         self._wants_logprobs = np.zeros(num_slots, bool)
+        self._reads_prompt = np.zeros(num_slots, bool)
 
     def enter(self, sequence: Sequence) -> None:
         """Takes over the parameters of a sequence that entered its slot."""
@@ -48,7 +49,12 @@ class SamplingRows:
         self._num_banned[slot] = len(banned)
         self._min_tokens[slot] = sampling.min_tokens
         self._is_random[slot] = sampling.temperature > 0
+        self._reads_prompt[slot] = sampling.prompt_logprobs is not None or sampling.pooling is not None
         self._wants_logprobs[slot] = sampling.logprobs is not None
+
+    def reads_prompt(self, slots: np.ndarray) -> bool:
+        """Whether any of these slots asked for scores or a pooled state of its prompt's tokens."""
+        return bool(self._reads_prompt[slots].any())
 
     def variant(self, slots: np.ndarray) -> SamplerVariant:
         """The cheapest variant that serves all of these slots."""
