@@ -1,11 +1,13 @@
-"""A Tokenizer from a Hugging Face model folder: tokenizer.json, tokenizer_config.json, the chat template.
+"""A Tokenizer from a Hugging Face model folder: tokenizer.json or tokenizer.model, tokenizer_config.json, the template.
 
 The pipeline, and whether BOS or EOS is added, are tokenizer.json's own; tokenizer_config.json names special tokens.
 (transformers 5 reads them so too, except that it rebuilds the pipeline of some families from its own idea of it.)
+Beside a tokenizer.model alone, tokenizer_config.json says the rest, by the defaults of transformers' LlamaTokenizer.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +16,8 @@ import tokenizers
 
 from jserve.tokenizer.backend import component_state
 from jserve.tokenizer.chat_template import ChatTemplate
+from jserve.tokenizer.sentencepiece_model import read_model
+from jserve.tokenizer.sentencepiece_pieces import backend_of, table_of
 from jserve.tokenizer.token_table import TokenizerError, build_table, spelling_of
 from jserve.tokenizer.tokenizer import SpecialRules, Tokenizer
 
@@ -25,6 +29,8 @@ def from_folder(path: str | Path) -> Tokenizer:
     folder = Path(path)
     file = folder / "tokenizer.json"
     if not file.is_file():
+        if (folder / "tokenizer.model").is_file():
+            return _from_sentencepiece(folder)
         raise TokenizerError(f"{file} is missing" + _what_lies_there_instead(folder))
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
@@ -45,6 +51,45 @@ def from_folder(path: str | Path) -> Tokenizer:
         spelling,
     )
     return Tokenizer(backend, table, _special_rules(backend, named), _chat_template(folder, config, named))
+
+
+def _from_sentencepiece(folder: Path) -> Tokenizer:
+    file, config = folder / "tokenizer.model", _read_json(folder / "tokenizer_config.json")
+    pieces, own = read_model(file, prefix_at_start_only=config.get("legacy") is False)
+    try:
+        backend = backend_of(pieces)
+    except TokenizerError as error:
+        raise TokenizerError(f"{file}: {error}") from None
+    _add_beyond(backend, folder, config, len(pieces.texts))
+    named = {**own, **_named_tokens({**_read_json(folder / "special_tokens_map.json"), **config})}
+    _make_special(backend, [*named.values(), *_extra_special_tokens(config)])
+    added = backend.get_added_tokens_decoder()
+    table = table_of(pieces)
+    beyond = {token_id: token.content.encode() for token_id, token in added.items() if token_id >= len(pieces.texts)}
+    table = dataclasses.replace(
+        table,
+        token_bytes=(*table.token_bytes, *(beyond[token_id] for token_id in sorted(beyond))),
+        special_ids=table.special_ids | {token_id for token_id, token in added.items() if token.special},
+    )
+    bos, eos = (backend.token_to_id(named[name]) if name in named else None for name in ("bos_token", "eos_token"))
+    around = [
+        (token_id,) if config.get(flag, default) and token_id is not None else ()
+        for flag, default, token_id in (("add_bos_token", True, bos), ("add_eos_token", False, eos))
+    ]
+    rules = SpecialRules(bos, frozenset() if eos is None else frozenset((eos,)), *around)
+    return Tokenizer(backend, table, rules, _chat_template(folder, config, named))
+
+
+def _add_beyond(backend: tokenizers.Tokenizer, folder: Path, config: Mapping, num_pieces: int) -> None:
+    """Tokens that were added behind the model's own pieces."""
+    declared = {int(token_id): token for token_id, token in (config.get("added_tokens_decoder") or {}).items()}
+    flat = {token_id: text for text, token_id in _read_json(folder / "added_tokens.json").items()}
+    for token_id in sorted(token_id for token_id in {*declared, *flat} if token_id >= num_pieces):
+        token = declared.get(token_id, {})
+        text = token.get("content", flat.get(token_id))
+        backend.add_tokens([tokenizers.AddedToken(text, normalized=False, special=token.get("special", False))])
+        if backend.token_to_id(text) != token_id:
+            raise TokenizerError(f"{folder}: added token {text!r} has id {token_id}, not the next one: not built")
 
 
 def _special_rules(backend: tokenizers.Tokenizer, named: Mapping[str, str]) -> SpecialRules:
@@ -114,7 +159,7 @@ def _read_json(file: Path) -> dict:
 def _what_lies_there_instead(folder: Path) -> str:
     if not folder.is_dir():
         return f": {folder} is not a folder"
-    others = [name for name in ("tokenizer.model", "vocab.json", "tiktoken.model") if (folder / name).is_file()]
+    others = [name for name in ("vocab.json", "tiktoken.model") if (folder / name).is_file()]
     if not others:
         return ""
     return f" ({others[0]} alone is not built yet; save the tokenizer once with transformers' save_pretrained)"

@@ -1,4 +1,4 @@
-"""A Tokenizer from a GGUF file's metadata: byte-level BPE vocabularies and their pre-tokenizers.
+"""A Tokenizer from a GGUF file's metadata: byte-level BPE vocabularies and their pre-tokenizers, and SentencePiece's.
 
 The names of `tokenizer.ggml.pre` and what goes with each are llama.cpp's (src/llama-vocab.cpp); the expressions are
 those of the tokenizer.json that each family was published with, of which llama.cpp's are adaptations.
@@ -15,11 +15,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from jserve.tokenizer.chat_template import ChatTemplate
+from jserve.tokenizer.sentencepiece_pieces import CONTROL, NORMAL, UNUSED, USER_DEFINED, Pieces, backend_of, table_of
 from jserve.tokenizer.token_table import Spelling, TokenizerError, TokenTable
 from jserve.tokenizer.tokenizer import SpecialRules, Tokenizer
-
-# Token types of `tokenizer.ggml.token_type`; gguf.TokenType, which is slow to import.
-_NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -78,27 +76,47 @@ def from_gguf(source: str | Path | Mapping[str, Any] | Any) -> Tokenizer:
     """
     fields = _fields(source)
     model = fields.get("tokenizer.ggml.model")
+    if model == "llama":
+        return _from_pieces(fields)
     if model != "gpt2":
         what = "it has none" if model is None else f"{model!r}: not built yet"
-        raise TokenizerError(f"tokenizer.ggml.model = {what}; byte-level BPE ('gpt2') is what can be read from a GGUF")
+        raise TokenizerError(
+            f"tokenizer.ggml.model = {what}; byte-level BPE ('gpt2') and SentencePiece BPE ('llama') are what can be read"
+        )
     pre = fields.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
         raise TokenizerError(f"tokenizer.ggml.pre = {pre!r}: not built yet; known: {', '.join(PRE_TOKENIZERS)}")
-    for key in ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"):
-        if key not in fields:
-            raise TokenizerError(f"{key} is missing in the GGUF")
-    tokens: list[str] = fields["tokenizer.ggml.tokens"]
-    types: list[int] = fields.get("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
-    if len(types) != len(tokens):
-        raise TokenizerError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    tokens, types = _tokens_and_types(fields, "merges")
     rule = PRE_TOKENIZERS[pre]
     backend = _backend(tokens, types, fields["tokenizer.ggml.merges"], rule)
-    rules = _special_rules(fields, rule, len(tokens))
+    rules = _special_rules(fields, rule.adds_bos, len(tokens))
     return Tokenizer(backend, _table(tokens, types), rules, _chat_template(fields, tokens))
 
 
+def _from_pieces(fields: Mapping[str, Any]) -> Tokenizer:
+    """llama.cpp's 'llama': SentencePiece BPE.  It puts a blank before every text that follows a control token."""
+    tokens, types = _tokens_and_types(fields, "scores")
+    scores = fields["tokenizer.ggml.scores"]
+    if len(scores) != len(tokens):
+        raise TokenizerError(f"tokenizer.ggml.scores has {len(scores)} entries for {len(tokens)} tokens")
+    pieces = Pieces(tokens, scores, types, adds_prefix=fields.get("tokenizer.ggml.add_space_prefix", True))
+    rules = _special_rules(fields, True, len(tokens))
+    return Tokenizer(backend_of(pieces), table_of(pieces), rules, _chat_template(fields, tokens))
+
+
+def _tokens_and_types(fields: Mapping[str, Any], needed: str) -> tuple[list[str], list[int]]:
+    for key in ("tokenizer.ggml.tokens", f"tokenizer.ggml.{needed}"):
+        if key not in fields:
+            raise TokenizerError(f"{key} is missing in the GGUF")
+    tokens: list[str] = fields["tokenizer.ggml.tokens"]
+    types: list[int] = fields.get("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
+    if len(types) != len(tokens):
+        raise TokenizerError(f"tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens")
+    return tokens, types
+
+
 def _backend(tokens: list[str], types: list[int], merges: list[str], rule: PreTokenizer) -> tokenizers.Tokenizer:
-    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != _UNUSED}
+    vocabulary = {token: index for index, token in enumerate(tokens) if types[index] != UNUSED}
     # "left right"; a left side may itself begin with a blank in a vocabulary that is not quite byte-level.
     pairs = [(merge[:at], merge[at + 1 :]) for merge in merges if (at := merge.find(" ", 1)) > 0]
     try:
@@ -116,7 +134,7 @@ def _backend(tokens: list[str], types: list[int], merges: list[str], rule: PreTo
     if rule.composes:
         backend.normalizer = normalizers.NFC()
     backend.decoder = decoders.ByteLevel()
-    for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
+    for kind, special in ((CONTROL, True), (USER_DEFINED, False)):
         added = [token for token, token_type in zip(tokens, types) if token_type == kind and token]
         backend.add_tokens([AddedToken(token, normalized=False, special=special) for token in added])
     return backend
@@ -125,16 +143,16 @@ def _backend(tokens: list[str], types: list[int], merges: list[str], rule: PreTo
 def _table(tokens: list[str], types: list[int]) -> TokenTable:
     spelling = Spelling(byte_level=True)
     table = [
-        b"" if token_type == _UNUSED else spelling.bytes_of(token) if token_type == _NORMAL else token.encode()
+        b"" if token_type == UNUSED else spelling.bytes_of(token) if token_type == NORMAL else token.encode()
         for token, token_type in zip(tokens, types)
     ]
-    while table and types[len(table) - 1] == _UNUSED:  # padding of the embedding, no tokens
+    while table and types[len(table) - 1] == UNUSED:  # padding of the embedding, no tokens
         table.pop()
-    special_ids = frozenset(index for index, token_type in enumerate(types) if token_type == _CONTROL)
+    special_ids = frozenset(index for index, token_type in enumerate(types) if token_type == CONTROL)
     return TokenTable(tuple(table), special_ids)
 
 
-def _special_rules(fields: Mapping[str, Any], rule: PreTokenizer, num_tokens: int) -> SpecialRules:
+def _special_rules(fields: Mapping[str, Any], adds_bos_by_default: bool, num_tokens: int) -> SpecialRules:
     def token_id(name: str) -> int | None:
         value = fields.get(f"tokenizer.ggml.{name}_token_id")
         if value is not None and not 0 <= value < num_tokens:
@@ -142,7 +160,7 @@ def _special_rules(fields: Mapping[str, Any], rule: PreTokenizer, num_tokens: in
         return value
 
     bos, eos = token_id("bos"), token_id("eos")
-    adds_bos = fields.get("tokenizer.ggml.add_bos_token", rule.adds_bos) and bos is not None
+    adds_bos = fields.get("tokenizer.ggml.add_bos_token", adds_bos_by_default) and bos is not None
     adds_eos = fields.get("tokenizer.ggml.add_eos_token", False) and eos is not None
     # Chat models end a turn by eot (or eom, before a tool's answer), whatever eos says.
     ends = frozenset(end for end in (eos, token_id("eot"), token_id("eom")) if end is not None)

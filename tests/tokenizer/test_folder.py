@@ -117,8 +117,8 @@ def test_a_missing_file_is_named(tmp_path):
         from_folder(tmp_path / "nowhere")
     with pytest.raises(TokenizerError, match=r"tokenizer.json is missing$"):
         from_folder(tmp_path)
-    (tmp_path / "tokenizer.model").write_bytes(b"")
-    with pytest.raises(TokenizerError, match=r"tokenizer.model alone is not built yet"):
+    (tmp_path / "vocab.json").write_bytes(b"")
+    with pytest.raises(TokenizerError, match=r"vocab.json alone is not built yet"):
         from_folder(tmp_path)
 
 

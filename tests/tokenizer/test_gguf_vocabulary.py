@@ -285,7 +285,7 @@ def test_a_path_does_as_well(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model": "llama"}, r"tokenizer.ggml.model = 'llama': not built yet"),
+        ({"model": "t5"}, r"tokenizer.ggml.model = 't5': not built yet"),
         ({"model": None}, r"tokenizer.ggml.model = it has none"),
         ({"pre": "deepseek-llm"}, r"tokenizer.ggml.pre = 'deepseek-llm': not built yet; known: default, "),
         ({"token_type": [1]}, r"tokenizer.ggml.token_type has 1 entries for 259 tokens"),

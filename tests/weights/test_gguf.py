@@ -37,7 +37,7 @@ def test_metadata_are_plain_values_of_every_type(tmp_path):
     assert read["general.architecture"] == "llama"
 
 
-QUANTISED = ("BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q6_K")
+QUANTISED = ("BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
 
 
 @pytest.mark.parametrize("encoding", ("F32", "F16", *QUANTISED))
