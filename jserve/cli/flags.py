@@ -47,6 +47,7 @@ ALIASES = (
     Alias(("--target-tbt-ms",), "scheduler.target_tbt_ms", "MS", "gap between tokens that steps with prefill keep"),
     Alias(("--step-log",), "scheduler.step_log", "FILE", "log every decision of the scheduler, for `jserve replay`"),
     Alias(("--forbid-compile",), "compile.forbid_compile", help="a compile after start is an error", fixed=True),
+    Alias(("--bundle",), "compile.bundle", "FOLDER", "executables that `jserve compile` made: nothing is compiled"),
     Alias(("--cache-dir",), "compile.cache_dir", "FOLDER", "compiled programs and fetched models"),
     Alias(("--served-name",), "model.served_name", "NAME", "the name clients see", group="server"),
     Alias(("--host",), "server.host", "ADDRESS", "address to listen on", group="server"),

@@ -27,6 +27,7 @@ COMMANDS = {
     "replay": "the scheduler again on a step log: the same decisions, or the first that differs",
     "fetch": "put a model on disk",
     "convert": "a model into an HF folder or an Orbax checkpoint; checks what it wrote",
+    "compile": "every program of a config into a bundle, which `serve --bundle` starts from without compiling",
     "doctor": "what is right and wrong with this machine, and what to do next",
     "token": "make a bearer token and its lines for the auth file",
 }

@@ -26,9 +26,10 @@ from jserve.models.config import ModelConfig
 from jserve.models.inputs import attention_spec
 from jserve.models.registry import model_code
 from jserve.models.spec import num_parameters
+from jserve.runner.bundle import Bundle, open_bundle
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, make_compile_plan
 from jserve.runner.compiler import CompileCounter
-from jserve.runner.executable_store import ExecutableStore
+from jserve.runner.executable_store import ExecutableStore, environment_facts, fingerprint
 from jserve.runner.memory import MemoryPlan, available_host_bytes, plan_memory
 from jserve.runner.model_runner import ModelRunner
 from jserve.runner.programs import ProgramSet
@@ -92,6 +93,9 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
     counter = CompileCounter(forbid=config.compile.forbid_compile)
     plan = make_compile_plan(config)
     layouts = pool_layouts(model.config, config, platform)
+    bundle = None if config.compile.bundle is None else open_bundle(config.compile.bundle)
+    if bundle is not None and config.kv.num_blocks is None and config.kv.memory_bytes is None:
+        config = config.replace("kv", num_blocks=bundle.num_blocks)  # what its programs were made for
     memory = size_pool(model, config, platform, layouts, plan)
     report.line(str(memory))
     num_host_blocks = count_host_blocks(config, memory)
@@ -116,20 +120,25 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
             f" token for each (scheduler.max_num_batched_tokens = {config.scheduler.max_num_batched_tokens})"
         )
     report.line(f"compile plan: {plan}")
-    runner = _ready_runner(config, programs, model, blocks, report)
+    runner = _ready_runner(config, programs, model, blocks, bundle, report)
     return _wire(config, model, tokenizer, plan, memory, kv, blocks, runner, counter, programs.implementation)
 
 
 def _ready_runner(
-    config: Config, programs: ProgramSet, model: LoadedModel, blocks: BlockManager, report: Report
+    config: Config, programs: ProgramSet, model: LoadedModel, blocks: BlockManager, bundle: Bundle | None, report: Report
 ) -> ModelRunner:
     """A runner whose programs have run once.  Where executables of an earlier start fail, all are compiled again."""
     params = programs.serve_params(model.params)
-    store = ExecutableStore(os.path.join(config.compile.cache_dir, "executables"), programs.fingerprint(params))
+    facts = {**environment_facts(jax.devices()[0]), **programs.facts(params)}
+    if bundle is None:
+        phase, store = "compile", ExecutableStore(os.path.join(config.compile.cache_dir, "executables"), fingerprint(facts))
+    else:
+        bundle.check(facts)
+        phase, store = "load bundle", bundle
 
     def make_programs_ready() -> None:
         programs.compile(
-            params, config.compile.num_threads, lambda done, total: report.progress("compile", done, total), store
+            params, config.compile.num_threads, lambda done, total: report.progress(phase, done, total), store
         )
 
     make_programs_ready()
@@ -137,6 +146,10 @@ def _ready_runner(
     try:
         runner.warm_up()
     except jax.errors.JaxRuntimeError as error:
+        if bundle is not None:
+            raise ConfigError(
+                f"compile.bundle = {str(bundle.folder)!r}: its programs do not run here ({error}); make it again"
+            ) from None
         report.line(f"kept executables failed ({error}); compiling all of them again")
         store.forget()
         make_programs_ready()
@@ -266,7 +279,7 @@ def size_pool(
         config.kv,
         platform=platform,
         device_bytes=available_host_bytes() if on_cpu else device.memory_stats()["bytes_limit"],
-        weight_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(model.params)),
+        weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params)),
         activation_bytes=activation_bytes(model.config, plan),
         bytes_per_block=sum(
             layout.bytes_per_block(group.num_layers) for layout, group in zip(layouts, model.config.layer_groups)

@@ -1,8 +1,8 @@
 """Executables of earlier starts, on disk: a warm start loads them and neither traces nor compiles.
 
 jax's own compilation cache stays off: on CPU, an executable that came out of it cannot be serialised again (it loads,
-and fails when it runs).  A file is found only where all that could change the program is equal: see `fingerprint`.  What cannot be read is compiled
-again.  The folder is the user's own cache; files are pickles, as jax serialises executables, so it must not be shared with
+and fails when it runs).  A file is found only where all that could change the program is equal: see `environment_facts`.  What cannot be read is
+compiled again.  The folder is the user's own cache; files are pickles, as jax serialises executables, so it must not be shared with
 people one does not trust.
 """
 
@@ -15,6 +15,7 @@ import os
 import pickle
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,27 @@ MOST_SETS = 16
 """Fingerprints whose executables are kept; the least recently used go first."""
 
 
-def fingerprint(*facts: object) -> str:
-    """Hex digest of `facts` (by their repr), of jax, the device, the processor, and of jserve's own source."""
+def environment_facts(device: Any) -> dict[str, str]:
+    """What besides the program decides whether an executable for `device` fits, by name: packages, device, compiler
+    settings, and jserve's own source.  `device` may be a description of one that is not here."""
+    names = ("jax", "jaxlib", "flax", "numpy", *(["libtpu"] if device.platform == "tpu" else []))
+    facts = {name: _version(name) for name in names}
+    facts |= {"platform": device.platform, "device": device.device_kind}
+    if device.platform != "tpu":  # there libtpu is the runtime
+        facts["runtime"] = device.client.platform_version
+    if device.platform == "cpu":
+        facts["processor"] = _processor()
+    facts |= {name: str(jax.config.values[name]) for name in _SETTINGS}
+    facts |= {name: os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")}
+    return facts | {"jserve": _source_digest()}
+
+
+def fingerprint(facts: Mapping[str, str]) -> str:
+    """Hex digest of `facts`."""
     digest = hashlib.sha256()
-    device = jax.devices()[0]
-    packages = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", "jaxlib", "flax", "numpy")]
-    settings = [jax.config.values[name] for name in _SETTINGS]
-    flags = [os.environ.get(name) for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    about = (packages, device.platform, device.device_kind, device.client.platform_version, _processor(), settings, flags)
-    for fact in (*about, *facts):
-        text = repr(fact).encode()
+    for item in sorted(facts.items()):
+        text = repr(item).encode()
         digest.update(len(text).to_bytes(8, "big") + text)
-    for package in (jserve, pallas_kernels):
-        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
-            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
@@ -96,10 +104,26 @@ class ExecutableStore:
         return self._folder / hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-def _processor() -> Any:
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def _source_digest() -> str:
+    """Of jserve's own code: another version may make other programs."""
+    digest = hashlib.sha256()
+    for package in (jserve, pallas_kernels):
+        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+            digest.update(path.read_bytes())
+    return f"{jserve.__version__} {digest.hexdigest()[:16]}"
+
+
+def _processor() -> str:
     """What the compiler made the code for: another processor may lack its instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return os.uname().machine
-    return [line for line in lines if line.startswith(("flags", "Features", "model name"))][:2]
+    return "; ".join([line for line in lines if line.startswith(("flags", "Features", "model name"))][:2])

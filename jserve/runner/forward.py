@@ -53,6 +53,16 @@ def serve_params(params: Any, by_layer: bool) -> ServedParams:
     return ServedParams(outer, layers)
 
 
+def served_shapes(params: Any, by_layer: bool) -> ServedParams:
+    """As `serve_params`, of a tree of shapes."""
+    outer, layers = params.replace(layers=None), params.layers
+    if by_layer:
+        num_layers = jax.tree.leaves(layers)[0].shape[0]
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+        layers = (one,) * num_layers
+    return ServedParams(outer, layers)
+
+
 class ForwardPrograms:
     """Lowers and calls the forward pass of a step shape.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import jax
@@ -22,8 +22,9 @@ from jserve.runner import sampling_rows
 from jserve.runner.batch import InputLayout
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, SamplerShape, StepShape
 from jserve.runner.compiler import compile_all
-from jserve.runner.executable_store import ExecutableStore, fingerprint
-from jserve.runner.forward import ForwardPrograms, ServedParams, serve_params
+from jserve.runner.bundle import Bundle
+from jserve.runner.executable_store import ExecutableStore
+from jserve.runner.forward import ForwardPrograms, ServedParams, serve_params, served_shapes
 from jserve.runner.host_blocks import HostBlocks
 from jserve.runner.shaping_programs import ShapingPrograms
 from jserve.sampling.beam_search import NUM_CANDIDATES
@@ -123,6 +124,10 @@ class ProgramSet:
     def serve_params(self, params) -> ServedParams:
         """A model's parameter tree in the form that the programs take."""
         return serve_params(params, self._by_layer)
+
+    def served_shapes(self, params) -> ServedParams:
+        """The same of a tree of shapes."""
+        return served_shapes(params, self._by_layer)
 
     def allocate_pools(self) -> tuple[jax.Array, ...]:
         return tuple(jnp.zeros(shape, layout.storage_dtype) for shape, layout in zip(self._pool_shapes, self._layouts))
@@ -244,17 +249,21 @@ class ProgramSet:
     # -- compiling
 
     def compile(
-        self, params: ServedParams, num_threads: int, progress: Callable[[int, int], None], store: ExecutableStore | None = None
+        self,
+        params: ServedParams,
+        num_threads: int,
+        progress: Callable[[int, int], None],
+        store: ExecutableStore | Bundle | None = None,
     ) -> None:
         """Makes every program of the plan ready to run; `store` has executables of earlier starts."""
-        self._compiled = compile_all(self.jobs(params), num_threads, progress, store, self._compiler_options)
+        self._compiled = compile_all(self.jobs(params), num_threads, progress, store, self.compiler_options)
         self.shaping.use(self._compiled)
         for shape in self._forward:
             self._compiled_forward[shape] = {
                 key[1]: program for key, program in self._compiled.items() if isinstance(key, tuple) and key[0] == shape
             }
 
-    def _compiler_options(self, program: Any) -> dict[str, Any]:
+    def compiler_options(self, program: Any) -> dict[str, Any]:
         """On CPU, where a start would otherwise be mostly compiling, what costs compile time and no speed is off: one
         LLVM module a program, no costly passes, and, where little is computed, the older and quicker emitter of
         elementwise code (which is a sixth slower in the layers of large steps)."""
@@ -266,13 +275,17 @@ class ProgramSet:
             return options | {"xla_llvm_disable_expensive_passes": True}
         return options | {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 2}
 
-    def fingerprint(self, params: ServedParams) -> str:
-        """Equal only where all programs are."""
-        shapes = jax.tree.map(lambda x: (x.shape, str(x.dtype), str(x.sharding)), (params.outer, params.layers))
-        return fingerprint(
-            self._config, self.plan, self._layouts, self._pool_shapes, self.implementation, self._num_real_tokens,
-            self._max_blocks, shapes,
-        )
+    def facts(self, params: ServedParams) -> dict[str, str]:
+        """What decides which programs these are, by name; `params` may be shapes."""
+        facts = {f"model.{field.name}": repr(getattr(self._config, field.name)) for field in fields(self._config)}
+        facts |= {f"compile plan.{field.name}": repr(getattr(self.plan, field.name)) for field in fields(self.plan)}
+        facts |= {"pool layouts": repr(self._layouts), "pool shapes": repr(self._pool_shapes)}
+        facts |= {"attention": self.implementation, "tokens of the tokenizer": repr(self._num_real_tokens)}
+        facts |= {"blocks of a sequence": repr(self._max_blocks)}
+        layers = params.layers[0] if params.by_layer else params.layers
+        for path, leaf in jax.tree_util.tree_leaves_with_path((params.outer, layers)):
+            facts[f"parameter {jax.tree_util.keystr(path)}"] = f"{leaf.dtype}{list(leaf.shape)}{_spread(leaf.sharding)}"
+        return facts
 
     def jobs(self, params: ServedParams) -> dict:
         """program -> function that lowers it; the parts of a forward pass are (shape, name of the part)."""
@@ -415,6 +428,13 @@ def _pack_columns(
         missing = ((0, 0), (0, MAX_LOGPROBS - scores.top_ids.shape[1]))  # a vocabulary of fewer tokens
         columns += [jnp.pad(scores.top_ids, missing), jnp.pad(bits(scores.top_logprobs), missing)]
     return jnp.concatenate(columns, axis=1)
+
+
+def _spread(sharding: jax.sharding.Sharding | None) -> str:
+    """How an array lies over several devices; nothing where there is one."""
+    if sharding is None or sharding.num_devices == 1:
+        return ""
+    return f" {sharding.spec} over {dict(sharding.mesh.shape)}"
 
 
 def _lower(program: Callable, donated: tuple[int, ...], *arguments) -> jax.stages.Lowered:

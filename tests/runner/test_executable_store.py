@@ -66,5 +66,7 @@ def test_old_sets_go_when_there_are_too_many(tmp_path, lowered, monkeypatch):
 
 
 def test_the_fingerprint_depends_on_every_fact():
-    assert fingerprint("a", "b") == fingerprint("a", "b")
-    assert len({fingerprint("a", "b"), fingerprint("ab", ""), fingerprint("a"), fingerprint("b", "a")}) == 4
+    facts = {"jax": "1", "device": "cpu"}
+    assert fingerprint(facts) == fingerprint(dict(reversed(facts.items())))
+    others = [{"jax": "1"}, {"jax": "2", "device": "cpu"}, {"jax": "cpu", "device": "1"}, {**facts, "flags": ""}]
+    assert len({fingerprint(one) for one in [facts, *others]}) == 5

@@ -1,0 +1,63 @@
+"""`jserve compile --out DIR`: every executable that serving needs, made ahead; `jserve serve --bundle DIR` loads them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from jserve.cli.command import Command
+from jserve.cli.flags import add_config_flags, config_from
+from jserve.cli.progress import StartReport
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_config_flags(parser)
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder to make; must not be there yet")
+    parser.add_argument(
+        "--target", metavar="TPU", help="v4, v5e, v5p, v6e or tpu7x, without having one (needs libtpu) [this machine]"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.target is not None:
+        from pallas_kernels import targets
+
+        targets.configure_environment()  # before jax starts
+    from jserve.engine.bundle import compile_bundle
+    from jserve.weights.fetch import with_model_on_disk
+
+    report, began = StartReport(), time.perf_counter()
+    try:
+        config = with_model_on_disk(config_from(arguments), report.line)
+        bundle = compile_bundle(config, arguments.out, arguments.target, report)
+    finally:
+        report.close()
+    num_bytes, seconds = sum(entry["num_bytes"] for entry in bundle.programs.values()), time.perf_counter() - began
+    if arguments.json:
+        print(json.dumps({"path": str(bundle.folder), "num_programs": len(bundle.programs), "num_bytes": num_bytes,
+                          "num_blocks": bundle.num_blocks, "seconds": round(seconds, 1),
+                          "device": bundle.facts["device"]}))
+        return 0
+    print(f"{len(bundle.programs)} programs for {bundle.facts['device']}, {num_bytes / 1e6:,.0f} MB, {seconds:.1f} s",
+          file=sys.stderr)
+    print(bundle.folder)
+    return 0
+
+
+COMMAND = Command(
+    usage="--model MODEL --out FOLDER [--target TPU] [flags of serve] [--json]",
+    summary="Compiles what serving needs, without loading weights.  Serve with the same flags and --bundle FOLDER.",
+    add_arguments=add_arguments,
+    run=run,
+    epilog="""\
+examples:
+  jserve compile --model smollm2-135m --out ./bundle
+  jserve serve --model smollm2-135m --bundle ./bundle
+  jserve compile --model ./llama-3.2-1b --target v5e --kv.num_blocks 4096 --out ./bundle-v5e
+
+A bundle serves exactly one config on one kind of device with one version of jax and of jserve; anything else is refused
+by naming what differs.  Its files are pickles: serve only bundles that you made or trust.""",
+)
