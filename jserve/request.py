@@ -258,7 +258,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """Times are `time.time()` seconds; None where the request never got there."""
+    """Times are `jserve.clock.stamp()` seconds; None where the request never got there."""
 
     arrival: float
     first_scheduled: float | None

@@ -10,8 +10,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 FLOORS = (
-    ("jserve.config", "jserve.request", "jserve.strict_json", "jserve.metrics", "jserve.tokenizer", "jserve.proto_gen",
-     "pallas_kernels"),
+    ("jserve.config", "jserve.clock", "jserve.request", "jserve.strict_json", "jserve.metrics", "jserve.tokenizer",
+     "jserve.proto_gen", "pallas_kernels"),
     ("jserve.kv", "jserve.parallel", "jserve.sampling", "jserve.grammar", "jserve.router", "jserve.access"),
     ("jserve.scheduler", "jserve.models"),
     ("jserve.runner", "jserve.weights", "jserve.tiers"),

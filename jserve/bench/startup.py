@@ -63,7 +63,7 @@ def _shown(seconds: object) -> str:
 
 def _start(flags: Sequence[str]) -> dict[str, object]:
     """One child: its own timestamps, moved to the moment before it was launched."""
-    launched = time.time()
+    launched = time.monotonic()
     command = [sys.executable, "-m", "jserve.cli.main", "bench", "startup", "--child", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:

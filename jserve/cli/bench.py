@@ -109,19 +109,19 @@ def _run_startup(arguments: argparse.Namespace) -> int:
 
 async def _start_once(config: Config) -> int:
     """One start as the child of `bench startup`: a JSON line of timestamps on stdout."""
-    began_at = time.time()
+    began_at = time.monotonic()
     phases = StartReport(quiet=True)
     engine = await start_engine(config, phases)
-    ready_at = time.time()
+    ready_at = time.monotonic()
     load = RandomLoad(num_prompts=1, input_len=STARTUP_PROMPT_TOKENS, output_len=1).checked(engine.info.context_length)
     token_ids = ordinary_token_ids(engine.info)
-    asked_at = time.time()
+    asked_at = time.monotonic()
     record = await measure(engine_stream(engine), load.requests(token_ids)[0])
     answer = {
         "began_at": began_at,
         "ready_at": ready_at,
         # Drawing the prompt above is the bench's own time, not the engine's.
-        "first_token_at": ready_at + time.time() - asked_at,
+        "first_token_at": ready_at + time.monotonic() - asked_at,
         "phases_s": phases.seconds,
         "model_id": engine.info.name,
         "about": {"dtype": engine.info.dtype, "kv_dtype": engine.info.kv_dtype, **throughput.machine()},

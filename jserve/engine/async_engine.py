@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jserve.clock import stamp
 from jserve.config import Config
 from jserve.engine import request_log
 from jserve.engine.channel import Channel, merge
@@ -170,7 +171,7 @@ class AsyncEngine:
 
     async def _admit(self, request: GenerateRequest) -> RequestStream:
         self._refuse_unless_ready()
-        arrival = time.time()
+        arrival = stamp()
         validate_request(request, self.limits)
         request_id = request.request_id or f"req-{uuid.uuid4().hex}"
         if request_id in self._streams:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol
 
+from jserve.clock import stamp
 from jserve.engine.outputs import StepResult, apply, fail, outgrown
 from jserve.engine.step_log import StepLog
 from jserve.metrics import Histograms, StepTotals
@@ -231,7 +232,7 @@ class EngineLoop:
                 self._log.arrived(sequence)
 
     def _abort(self, request_id: str) -> None:
-        result = StepResult(time.time())
+        result = StepResult(stamp())
         for sequence in self._live.get(request_id, ()):
             if not sequence.finished:
                 self._end(sequence, FinishReason.ABORTED)

@@ -5,11 +5,11 @@ Runs on the engine thread and does only what the next `schedule()` needs; text i
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from jserve.clock import stamp
 from jserve.request import Code, FinishReason, RequestError
 from jserve.sampling.beam_search import Candidates, Move
 from jserve.scheduler import Scheduler, Sequence, StepPlan
@@ -47,7 +47,7 @@ def _no_numbers() -> RequestError:
 
 def outgrown(sequences: list[Sequence]) -> StepResult:
     """Of sequences that the scheduler ended because the pool is too small for them."""
-    result = StepResult(time.time())
+    result = StepResult(stamp())
     for sequence in sequences:
         if search_of(sequence) is None:
             result.ended.append((sequence, FinishReason.LENGTH))
@@ -60,7 +60,7 @@ def outgrown(sequences: list[Sequence]) -> StepResult:
 def apply(scheduler: Scheduler, plan: StepPlan, output: StepOutput) -> StepResult:
     """Appends what was sampled and ends what is finished.  Rows of sequences that ended meanwhile are dropped."""
     assert output.step_id == plan.step_id, f"output of step {output.step_id} for the plan of step {plan.step_id}"
-    result = StepResult(time.time(), output=output)
+    result = StepResult(stamp(), output=output)
     _append_tokens(plan, output, result)
     due = _report_beams(scheduler, plan, output, result) if len(plan.beams) else []
     for scores in output.prompt_scores or ():
@@ -147,7 +147,7 @@ def _report_beams(scheduler: Scheduler, plan: StepPlan, output: StepOutput, resu
 
 def fail(scheduler: Scheduler, sequences: list[Sequence], error: RequestError) -> StepResult:
     """Ends sequences whose step broke, so that only they suffer."""
-    result = StepResult(time.time())
+    result = StepResult(stamp())
     for sequence in sequences:
         if not sequence.finished:
             scheduler.finish(sequence, FinishReason.ABORTED)
