@@ -14,7 +14,7 @@ from jserve.config import CompileSection, ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "source", nargs="?", metavar="SRC", help="a known name, a GGUF file, or a folder with safetensors"
+        "source", nargs="?", metavar="SRC", help="a known name, a GGUF file, or a folder (safetensors or Orbax)"
     )
     parser.add_argument("target", nargs="?", metavar="DST", help="the folder to make; must not be there yet")
     parser.add_argument("--to", choices=("hf", "orbax"), help="what to make")

@@ -1,4 +1,4 @@
-"""One model, from a GGUF or a folder, into an HF folder or an Orbax checkpoint: streaming, and whole or not at all.
+"""One model, from a GGUF, an HF folder or an Orbax checkpoint, into either of the last two: streaming, whole or not at all.
 
 Everything is written into a folder beside the target that no loader accepts (its config.json comes last), with the
 digests of its files, and renamed when all of it is on disk.  What a killed conversion left is removed by the next one.
@@ -7,6 +7,7 @@ digests of its files, and renamed when all of it is on disk.  What a killed conv
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import os
 import shutil
@@ -59,14 +60,24 @@ def convert(
         raise WeightsError(f"{target}: already there; remove it, or name another folder")
     if source.is_dir() and manifest.read(source) is not None:
         manifest.verify(source, lambda done, total: report("verify source", done, total))
-    checkpoint = open_checkpoint(source)
-    if checkpoint.arrays is not None:
-        raise WeightsError(f"{source}: an Orbax checkpoint; converting from one is not built, convert its source")
+    checkpoint = _with_tensors(open_checkpoint(source))
     with _scratch_beside(target) as scratch:
         write = _write_hf if format == HF else _write_orbax
         done = write(checkpoint, scratch, dtype, shard_bytes, report)
         _rename(scratch, target)
     return Converted(target, done, sum(file.num_bytes for file in done.files.values()))
+
+
+def _with_tensors(checkpoint: Checkpoint) -> Checkpoint:
+    """A checkpoint that has its tensors by name, also where they lie in an Orbax checkpoint."""
+    if checkpoint.arrays is None:
+        return checkpoint
+    from jserve.weights.orbax_params import named_specs
+    from jserve.weights.orbax_tensors import open_tensors
+
+    stored = manifest.read(checkpoint.path).dtype
+    specs = model_code(checkpoint.config).param_specs(checkpoint.config, stored)
+    return dataclasses.replace(checkpoint, tensors=open_tensors(checkpoint.arrays, named_specs(specs)))
 
 
 def _write_hf(checkpoint: Checkpoint, scratch: Path, dtype: str | None, shard_bytes: int, report: Report) -> Manifest:

@@ -42,7 +42,7 @@ def save_params(
         done += count
         progress(done, total)
 
-    tree = _nested({name: _Streamed(spec, checkpoint, report) for name, spec in _named(specs).items()})
+    tree = _nested({name: _Streamed(spec, checkpoint, report) for name, spec in named_specs(specs).items()})
     registry = ocp.type_handlers.create_type_handler_registry((_Streamed, _streaming_handler()))
     with _quiet():
         handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, type_handler_registry=registry)
@@ -57,7 +57,7 @@ def restore_params(folder: Path, specs: Any, place: Place, device: jax.Device, p
     """
     import orbax.checkpoint as ocp
 
-    named = _named(specs)
+    named = named_specs(specs)
     total, done, arrays = num_bytes(specs), 0, {}
     sharding = jax.sharding.SingleDeviceSharding(device)
     with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
@@ -115,16 +115,15 @@ def _streaming_handler() -> Any:
     """An Orbax type handler for `_Streamed`.  What it writes is, on disk, an ordinary numpy array of Orbax's."""
     import tensorstore
     from orbax.checkpoint import type_handlers
-    from orbax.checkpoint._src.serialization import tensorstore_utils
 
     class Handler(type_handlers.NumpyHandler):
         async def serialize(self, values, infos, args=None):
             for value, info, arg in zip(values, infos, args or [type_handlers.SaveArgs()] * len(values)):
                 await info.await_path_creation()
-                spec = tensorstore_utils.build_array_write_spec(
-                    info=info, arg=arg, global_shape=value.spec.shape, local_shape=value.spec.shape,
-                    dtype=value.spec.dtype, use_ocdbt=False,
-                ).json
+                spec = type_handlers.get_json_tspec_write(
+                    info, use_ocdbt=False, global_shape=value.spec.shape, local_shape=value.spec.shape,
+                    dtype=value.spec.dtype, arg=arg,
+                )
                 spec["metadata"] |= {"chunks": list(value.chunks), "compressor": None}
                 target = await tensorstore.open(
                     tensorstore.Spec(spec), create=True, open=True, context=info.ts_context
@@ -155,7 +154,7 @@ def _check_shapes(folder: Path, named: Mapping[str, ParamSpec], stored: Mapping[
             raise WeightsError(f"{folder}: {name} is {list(found)}, the config makes it {list(spec.shape)}")
 
 
-def _named(specs: Any) -> dict[str, ParamSpec]:
+def named_specs(specs: Any) -> dict[str, ParamSpec]:
     """{`layers.qkv`: spec} in the tree's order."""
     return {".".join(entry.name for entry in path): spec for path, spec in jax.tree_util.tree_leaves_with_path(specs)}
 

@@ -63,6 +63,21 @@ def test_gguf_to_hf_to_orbax_generates_the_same_tokens(source, hf, orbax):
         assert model.eos_token_ids == models[0].eos_token_ids
 
 
+def test_orbax_becomes_the_hf_folder_again(hf, orbax, source, tmp_path):
+    """The square closed: what came from the GGUF by way of HF and Orbax is the first HF folder, tensor by tensor."""
+    again = convert(orbax, tmp_path / "hf", "hf", shard_bytes=400_000).path
+    first, last = (open_checkpoint(path).tensors for path in (hf, again))
+    assert first.keys() == last.keys()
+    for name, tensor in first.items():
+        assert (tensor.shape, tensor.encoding) == (last[name].shape, last[name].encoding)
+        assert np.array_equal(tensor.read(0, tensor.num_rows), last[name].read(0, tensor.num_rows)), name
+    described = [json.loads((path / "config.json").read_text()) for path in (hf, again)]
+    assert described[0] == described[1]
+    assert from_folder(again).encode("the tea", add_special=True) == from_folder(hf).encode("the tea", add_special=True)
+    halves = convert(orbax, tmp_path / "halves", "orbax", dtype="bfloat16")
+    assert same_params(load_model(halves.path, "bfloat16").params, load_model(source, "bfloat16").params)
+
+
 def test_the_engine_serves_an_orbax_folder_and_verifies_it_where_asked(source, orbax, tmp_path):
     config = config_file.from_tables({
         "model": {"path": str(orbax), "verify": True},
@@ -250,15 +265,13 @@ def test_an_interrupted_conversion_takes_its_scratch_folder_along(source, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_in_the_way_or_not_built_is_said(source, orbax, tmp_path):
+def test_what_is_in_the_way_or_not_built_is_said(source, tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
     for target, message in ((tmp_path, "already there"), (tmp_path / "file", "already there")):
         with pytest.raises(WeightsError, match=message):
             convert(source, target, "hf")
     assert convert(source, tmp_path / "empty", "hf").path.is_dir()
-    with pytest.raises(WeightsError, match="converting from one is not built"):
-        convert(orbax, tmp_path / "again", "hf")
     with pytest.raises(WeightsError, match="--dtype float16: not for --to orbax"):
         convert(source, tmp_path / "again", "orbax", dtype="float16")
     with pytest.raises(WeightsError, match="--to gguf: not built"):
