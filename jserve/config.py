@@ -22,7 +22,7 @@ def _default_cache_dir() -> str:
 @dataclass(frozen=True)
 class ModelSection:
     path: str = "smollm2-135m"
-    """A model's name (smollm2-135m), a GGUF file, or a folder (safetensors, or Orbax arrays of `jserve convert`)."""
+    """smollm2-135m, a GGUF file, a folder (safetensors, or Orbax of `jserve convert`), hf:org/name or gs://bucket/folder."""
     dtype: str | None = None
     """Weights and activations: float32 or bfloat16. auto: float32 on CPU, bfloat16 elsewhere."""
     quantize: str = "none"

@@ -29,7 +29,7 @@ class Alias:
 
 
 ALIASES = (
-    Alias(("-m", "--model"), "model.path", "MODEL", "smollm2-135m, a GGUF file, a folder, or hf:org/name"),
+    Alias(("-m", "--model"), "model.path", "MODEL", "smollm2-135m, a GGUF file, a folder, hf:org/name, gs://bucket/folder"),
     Alias(("--dtype",), "model.dtype", "DTYPE", "weights and activations: float32 or bfloat16"),
     Alias(("--context",), "model.context_length", "TOKENS", "longest prompt + output"),
     Alias(

@@ -110,7 +110,7 @@ def check_model(config: Config) -> list[Finding]:
     name = config.model.path
     path = on_disk(name, config.compile.cache_dir)
     if path is None:
-        if name in KNOWN or name.startswith("hf:"):
+        if name in KNOWN or name.startswith(("hf:", "gs://")):
             return [Finding("model", OK, f"{name} is not on disk yet", f"jserve fetch {name}")]
         return [Finding("model", FAIL, f"model.path = {name!r}: no such file or folder",
                         "name a GGUF file, a model folder, or smollm2-135m")]

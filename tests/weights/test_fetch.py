@@ -70,7 +70,7 @@ def test_paths_are_taken_as_they_are(tmp_path, index):
     [
         ("tiny-modle", "did you mean tiny-model?"),
         ("/nowhere/x.gguf", "no such file or folder, and not a known name; known names: tiny-model"),
-        ("gs://bucket/x", "gs:// is not built yet"),
+        ("hf:name", "expected hf:org/name, hf:org/name@revision or hf:org/name/file.gguf"),
         ("", "no such file or folder"),
     ],
 )
