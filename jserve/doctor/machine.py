@@ -14,7 +14,6 @@ from jserve.config import Config, ConfigError
 from jserve.doctor.finding import FAIL, OK, WARN, Finding
 
 _LITTLE_MEMORY, _LITTLE_DISK = 2 * 2**30, 2 * 10**9
-_SPARE_FILES = 256
 
 
 def check_memory() -> list[Finding]:
@@ -56,14 +55,15 @@ def check_cache(config: Config) -> list[Finding]:
 
 
 def check_files(config: Config) -> list[Finding]:
+    """The server raises the soft limit by itself, so the hard one counts."""
+    from jserve.server.open_files import wanted_files
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = config.server.max_concurrent_streams + _SPARE_FILES
-    text = f"{soft} open files allowed"
-    if 0 <= soft < wanted:
-        step = f"ulimit -n {wanted}" + ("" if hard < 0 or hard >= wanted else f" (the hard limit is {hard}: ask root)")
-        text += f"; {config.server.max_concurrent_streams} callers with a connection each need {wanted}"
-        return [Finding("files", WARN, text, step)]
-    return [Finding("files", OK, text)]
+    wanted, streams = wanted_files(config.server), config.server.max_concurrent_streams
+    if 0 <= hard < wanted:
+        text = f"{hard} open files allowed at most; {streams} callers with a connection each need {wanted}"
+        return [Finding("files", WARN, text, f"as root: ulimit -Hn {wanted}, or LimitNOFILE={wanted} in the systemd unit")]
+    return [Finding("files", OK, f"{soft} open files allowed" + (f", {wanted} when asked" if 0 <= soft < wanted else ""))]
 
 
 def check_server(config: Config) -> list[Finding]:

@@ -10,6 +10,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import logging
 import secrets
 import zlib
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from jserve.kv import BlockManager, GroupSpec
 from jserve.request import FinishReason
 from jserve.scheduler import Scheduler, Sequence, StepPlan
 from jserve.scheduler.fork_group import ForkGroup
+
+log = logging.getLogger(__name__)
 
 VERSION = 1
 LINES_PER_FLUSH = 64
@@ -59,7 +62,9 @@ class StepLog:
     """Events in their order: a(rrival), e(nd from outside), p(lan), r(esult), f(lush), x (a step broke)."""
 
     def __init__(self, path: str | Path, scheduler: Scheduler, kv: KvSettings):
+        self._path = path
         self._file = open(path, "w")
+        self._gave_up = False
         self._scheduler = scheduler
         self._key = secrets.token_bytes(16)
         longest = kv.max_blocks_per_seq * kv.block_size
@@ -142,7 +147,10 @@ class StepLog:
         self._write({"x": 1})
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:  # what was still in the buffer
+            self._give_up(error)
 
     def _stand_in(self, group: ForkGroup, beam: int) -> int:
         """For a beam's new token: equal only where two beams go on equally, which those of one parent never do."""
@@ -164,10 +172,21 @@ class StepLog:
         return (mixed >> np.uint64(33)).astype(np.int32)
 
     def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
-        self._num_lines += 1
-        if self._num_lines % LINES_PER_FLUSH == 0:
-            self._file.flush()
+        if self._gave_up:
+            return
+        try:
+            self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+            self._num_lines += 1
+            if self._num_lines % LINES_PER_FLUSH == 0:
+                self._file.flush()
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        """A full disk ends the log, not the steps."""
+        if not self._gave_up:
+            log.error("scheduler.step_log = %r: %s; nothing more is written to it", str(self._path), error.strerror)
+        self._gave_up = True
 
 
 class PlanEncoder:

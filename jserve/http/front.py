@@ -13,7 +13,10 @@ from jserve.access.certificates import context_for_http
 from jserve.http.app import PEER_CERTIFICATE, make_app
 from jserve.server import listen
 from jserve.server.app import Server
+from jserve.server.open_files import FewWords
 
+_BACKLOG = 512
+"""Connections that the kernel keeps until they are accepted."""
 _STOP_GRACE_S = 0.5
 """Seconds that the last bytes of answers get to be sent when the server stops."""
 
@@ -42,11 +45,13 @@ async def http_front(server: Server) -> AsyncIterator[None]:
         proxy_headers=False,  # nobody's word about who is asking
         timeout_keep_alive=60,
         timeout_graceful_shutdown=_STOP_GRACE_S,
+        backlog=_BACKLOG,
     )
     config.load()
     if server.certificates is not None:
         config.ssl = context_for_http(section, server.certificates)
     http = _Uvicorn(config)
+    asyncio.get_running_loop().set_exception_handler(FewWords())
     running = asyncio.create_task(http.serve(sockets))
     try:
         while not (http.started or running.done()):

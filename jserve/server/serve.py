@@ -12,6 +12,7 @@ from jserve.config import Config
 from jserve.server.app import Server
 from jserve.server.engine import Engine
 from jserve.server.metrics_page import metrics_page
+from jserve.server.open_files import allow_open_files
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ async def serve(
     `front` is another way in that listens as long as gRPC does.  Returns 0 after a drain, 1 where the engine stopped by
     itself.  Raises ConfigError where it cannot listen, and whatever the factory raises.
     """
+    allow_open_files(config.server)
     server = Server(config)
     engine = None
     with _signals(server):

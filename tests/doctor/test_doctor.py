@@ -122,9 +122,11 @@ def test_secrets_and_certificates_are_looked_at(tmp_path):
 
 
 def test_too_few_open_files_are_a_warning(monkeypatch):
-    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (256, 4096))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (256, 512))
     finding = worst(machine.check_files(Config()))
-    assert finding.next_step == "ulimit -n 1280" and "256 open files allowed" in finding.text
+    assert "LimitNOFILE=1280" in finding.next_step and "512 open files allowed at most" in finding.text
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda which: (256, 4096))
+    assert worst(machine.check_files(Config())) is None, "the server raises the soft limit itself"
 
 
 def test_a_model_is_opened_but_not_fetched(tmp_path):

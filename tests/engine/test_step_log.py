@@ -251,3 +251,13 @@ def test_a_log_cut_in_its_last_line_is_replayed_up_to_there(tmp_path):
     engine.path.write_text(text[: int(len(text) * 0.7)])
     again = replay(engine.path)
     assert again.difference is None and again.num_steps > 3
+
+
+def test_a_full_disk_ends_the_log_and_not_the_steps(caplog):
+    """/dev/full takes what is buffered and refuses it when it is flushed."""
+    logged = Logged("/dev/full")
+    sequences = [sequence(f"r{number}", range(20), 40) for number in range(6)]
+    logged.run(*[[one] for one in sequences])
+    assert all(one.num_known - one.num_prompt == 40 for one in sequences)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert "'/dev/full': No space left on device; nothing more is written to it" in caplog.text
