@@ -21,8 +21,6 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-DEVICE_OF = {"v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1", "tpu7x": "tpu7x-8", "h100": "h100-80gb", "a100": "a100-80gb"}
-"""Target -> the planner's name of its device, where they differ."""
 COLLECTIVES = r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 NUM_TOKENS, NUM_ROWS, SMALLEST = 2048, 256, 8
 
@@ -61,12 +59,12 @@ def reports(target: str, model: str, size: int = 1, quantize: str = "none", buck
     from jserve.models.registry import model_code
     from jserve.models.spec import shapes
     from jserve.parallel.placement import on_devices
-    from jserve.planner.devices import find_device
+    from jserve.planner.devices import find_target
     from jserve.runner import forward
     from jserve.runner.compile_plan import make_compile_plan
     from pallas_kernels import targets
 
-    device_bytes = int(find_device(DEVICE_OF.get(target, target)).memory_bytes)
+    device_bytes = int(find_target(target).memory_bytes)
     placement = on_devices(targets.devices(target, size)[:size])
     model_config = config_of(model)
     config = settings(model_config, placement, quantize)
