@@ -4,7 +4,7 @@
 #   make test           the tests, about 15 minutes on two cores                  PYTEST_ARGS="-k stop" narrows
 #   make test-compile   kernels through the real TPU and GPU compilers, no device (downloads about 700 MB)
 #   make test-next      engine and CPU kernel tests with the newest jax, where a python3.12 is found
-#   make soak           the long tests
+#   make soak           the long tests; JSERVE_SOAK_MINUTES=30 says how long each of the two longest takes
 #   make clean          removes the environments
 
 SHELL := /bin/bash

@@ -12,7 +12,8 @@ SELECTED_BY_NAME_ONLY = ("soak", "compile")
 
 
 def pytest_addoption(parser):
-    parser.addoption("--soak-minutes", type=float, default=15.0, help="length of the soak test of memory")
+    minutes = float(os.environ.get("JSERVE_SOAK_MINUTES", 15))
+    parser.addoption("--soak-minutes", type=float, default=minutes, help="length of each long soak test")
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,6 +1,6 @@
 """A server under load for a quarter of an hour: its memory stays flat, nothing is compiled, its books are in order.
 
-`make soak PYTEST_ARGS="-k memory --soak-minutes 120"` runs longer.
+`make soak PYTEST_ARGS="-k memory --soak-minutes 120"`, or JSERVE_SOAK_MINUTES=120, runs longer.
 """
 
 from __future__ import annotations
@@ -8,10 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +16,7 @@ from jserve.bench.driver import Conversation, drive
 from jserve.bench.load import RandomLoad
 from jserve.bench.target import Target, stream_of
 from jserve.server.async_client import AsyncClient
+from tests.support.served import Served, served
 from tests.support.tiny_models import random_gguf
 
 NUM_STREAMS = 32
@@ -34,19 +32,14 @@ MAX_GROWTH_BYTES = 16 * 2**20
 def test_memory_is_flat_under_load(tmp_path, request):
     minutes = request.config.getoption("--soak-minutes")
     model = random_gguf(tmp_path / "model.gguf")
-    log = (tmp_path / "log").open("w+")
-    command = [
-        sys.executable, "-m", "jserve.cli.main", "serve", "--model", str(model), "--port", "0", "--kv.num_blocks", "129",
-        "--kv.block_size", "16", "--max-num-seqs", "16", "--max-num-batched-tokens", "64",
-        "--cache-dir", str(tmp_path / "cache"),
+    flags = [
+        "--model", str(model), "--port", "0", "--kv.num_blocks", "129", "--kv.block_size", "16", "--max-num-seqs", "16",
+        "--max-num-batched-tokens", "64", "--cache-dir", str(tmp_path / "cache"),
     ]
-    server = subprocess.Popen(command, stderr=log)
-    try:
-        samples = asyncio.run(_under_load(_address(log.name, server), server.pid, 60 * minutes))
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-    finally:
-        server.kill()
+    with served(flags, tmp_path / "log") as server:
+        samples = asyncio.run(_under_load(server, 60 * minutes))
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) == 0
     counted = samples[int(WARM_SHARE * len(samples)) :]
     quarter = max(1, len(counted) // 4)
     first, last = (sum(part) / len(part) for part in (counted[:quarter], counted[-quarter:]))
@@ -54,12 +47,12 @@ def test_memory_is_flat_under_load(tmp_path, request):
     assert last - first < MAX_GROWTH_BYTES
 
 
-async def _under_load(address: str, pid: int, seconds: float) -> list[int]:
+async def _under_load(server: Served, seconds: float) -> list[int]:
     end, samples = time.monotonic() + seconds, []
 
     async def watch() -> None:
         while True:
-            samples.append(_resident_bytes(pid))
+            samples.append(server.resident_bytes())
             await asyncio.sleep(EVERY_S)
 
     async def leave_now_and_then(stream) -> None:
@@ -73,7 +66,7 @@ async def _under_load(address: str, pid: int, seconds: float) -> list[int]:
             await asyncio.gather(reading, return_exceptions=True)
 
     watching = asyncio.ensure_future(watch())
-    async with stream_of(Target("jserve", address)) as stream, AsyncClient(address) as client:
+    async with stream_of(Target("jserve", server.address)) as stream, AsyncClient(server.address) as client:
         leaving = asyncio.ensure_future(leave_now_and_then(stream))
         number = 0
         while time.monotonic() < end:
@@ -90,21 +83,3 @@ async def _under_load(address: str, pid: int, seconds: float) -> list[int]:
     assert (loads.num_running, loads.num_waiting, loads.kv_usage, loads.num_open_streams) == (0, 0, 0, 0)
     assert loads.compiles_after_ready == 0 and loads.requests_failed == 0
     return samples
-
-
-def _address(path: str, server: subprocess.Popen) -> str:
-    """From the line that says the server is ready."""
-    end = time.monotonic() + 300
-    while time.monotonic() < end and server.poll() is None:
-        for line in Path(path).read_text().splitlines():
-            if line.startswith("ready after"):
-                return line.split("gRPC on ")[1].split(";")[0]
-        time.sleep(0.2)
-    raise AssertionError(Path(path).read_text())
-
-
-def _resident_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return 1024 * int(line.split()[1])
-    raise AssertionError("no VmRSS")

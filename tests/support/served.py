@@ -1,0 +1,47 @@
+"""`jserve serve` in a process of its own, as a user runs it: its address, its memory, its end."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Served:
+    process: subprocess.Popen
+    address: str
+    http_url: str | None
+
+    def resident_bytes(self) -> int:
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return 1024 * int(line.split()[1])
+        raise AssertionError("no VmRSS")
+
+
+@contextlib.contextmanager
+def served(flags: Sequence[str], log: Path) -> Iterator[Served]:
+    """A server that is ready; killed at the end if it still runs.  stderr goes to `log`."""
+    with log.open("w") as stderr:
+        process = subprocess.Popen([sys.executable, "-m", "jserve.cli.main", "serve", *flags], stderr=stderr)
+        try:
+            yield Served(process, *_addresses(log, process))
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _addresses(log: Path, process: subprocess.Popen) -> tuple[str, str | None]:
+    """From the line that says the server is ready."""
+    end = time.monotonic() + 300
+    while time.monotonic() < end and process.poll() is None:
+        if found := re.search(r"^ready after .* gRPC on ([^;]+)(?:; HTTP on ([^;]+))?;", log.read_text(), re.MULTILINE):
+            return found[1], found[2]
+        time.sleep(0.2)
+    raise AssertionError(log.read_text())
