@@ -54,7 +54,15 @@ class KvSection:
     preemption: str = "auto"
     """When blocks run out: recompute (drop and compute again), swap (to host memory and back), auto: what costs less."""
     host_memory_bytes: int | None = None
-    """Host memory for swapping; 0: none. auto: as much as the pool, at most 4 GiB and a quarter of what is available."""
+    """Host memory for swapping and the host tier; 0: none. auto: as the pool, at most 4 GiB and a quarter of the free."""
+    host_tier: bool = True
+    """Cached blocks that the pool has no room for are kept in what swapping leaves free of host_memory_bytes."""
+    disk_path: str | None = None
+    """Folder for cached blocks that host memory has had, found again after a restart. unset: none."""
+    disk_bytes: int = 16 * 2**30
+    """Bytes that the files in disk_path may take together; the least recently used go first."""
+    poison_freed: bool = False
+    """For debugging: freed blocks are overwritten before every step, so that reading one changes the output."""
 
 
 @dataclass(frozen=True)

@@ -105,6 +105,13 @@ class LoadsCollector:
         }
         for name, (doc, value) in counters.items():
             yield self._counter(name, doc, value)
+        yield self._gauge("kv_host_cached_blocks", "Cached KV blocks in host memory", loads.num_host_cached_blocks)
+        hits = {"host": loads.host_tier_hit_tokens, "disk": loads.disk_tier_hit_tokens}
+        saved = {"host": loads.host_tier_saved_bytes, "disk": loads.disk_tier_saved_bytes}
+        loaded = {"host": loads.host_tier_loaded_bytes, "disk": loads.disk_tier_loaded_bytes}
+        yield self._by_tier("prefix_cache_tier_hits", "Prompt tokens whose KV came back from a lower tier", hits)
+        yield self._by_tier("kv_tier_saved_bytes", "KV bytes of cached prefixes moved to a lower tier", saved)
+        yield self._by_tier("kv_tier_loaded_bytes", "KV bytes of cached prefixes moved back from a lower tier", loaded)
         ended = CounterMetricFamily(
             "jserve:request_success", "Requests that ended, by reason", labels=["model_name", "finished_reason"]
         )
@@ -119,6 +126,12 @@ class LoadsCollector:
     def _gauge(self, name: str, doc: str, value: float) -> Metric:
         metric = GaugeMetricFamily(f"jserve:{name}", doc, labels=["model_name"])
         metric.add_metric([self._model_name], value)
+        return metric
+
+    def _by_tier(self, name: str, doc: str, values: dict[str, float]) -> Metric:
+        metric = CounterMetricFamily(f"jserve:{name}", doc, labels=["model_name", "tier"])
+        for tier, value in values.items():
+            metric.add_metric([self._model_name, tier], value)
         return metric
 
     def _counter(self, name: str, doc: str, value: float) -> Metric:

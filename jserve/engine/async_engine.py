@@ -300,7 +300,7 @@ class AsyncEngine:
 
     def loads(self) -> Loads:
         blocks, totals, counts = self._scheduler.blocks, self._loop.totals, self.counts
-        stats = blocks.stats
+        stats, tiers = blocks.stats, blocks.tier_stats
         return Loads(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting + self._loop.num_posted,
@@ -312,8 +312,16 @@ class AsyncEngine:
             num_saved_blocks=max(0, blocks.num_saved_blocks),
             num_preemptions=self._scheduler.num_preemptions,
             num_swap_preemptions=self._scheduler.num_swap_preemptions,
-            swapped_out_bytes=self._scheduler.num_saved_blocks * self._bytes_per_block,
-            swapped_in_bytes=self._scheduler.num_loaded_blocks * self._bytes_per_block,
+            # Like num_saved_blocks: the scheduler counts what the tier has counted a moment before.
+            swapped_out_bytes=max(0, self._scheduler.num_saved_blocks - tiers.num_host_saved_blocks) * self._bytes_per_block,
+            swapped_in_bytes=max(0, self._scheduler.num_loaded_blocks - tiers.num_host_loaded_blocks) * self._bytes_per_block,
+            host_tier_hit_tokens=tiers.num_host_hit_tokens,
+            disk_tier_hit_tokens=tiers.num_disk_hit_tokens,
+            num_host_cached_blocks=tiers.num_host_cached_blocks,
+            host_tier_saved_bytes=tiers.num_host_saved_blocks * self._bytes_per_block,
+            host_tier_loaded_bytes=tiers.num_host_loaded_blocks * self._bytes_per_block,
+            disk_tier_saved_bytes=tiers.num_disk_saved_blocks * self._bytes_per_block,
+            disk_tier_loaded_bytes=tiers.num_disk_loaded_blocks * self._bytes_per_block,
             preempted_tokens_lost=self._scheduler.num_preempted_tokens,
             num_steps=totals.num_steps,
             prompt_tokens=counts.prompt_tokens,

@@ -61,6 +61,16 @@ class Loads:
     preempted_tokens_lost: int
     swapped_out_bytes: int
     swapped_in_bytes: int
+    host_tier_hit_tokens: int
+    disk_tier_hit_tokens: int
+    """Prompt tokens whose KV came back from host memory or disk."""
+    num_host_cached_blocks: int
+    """Blocks in which the prefix cache finds something in host memory."""
+    host_tier_saved_bytes: int
+    host_tier_loaded_bytes: int
+    disk_tier_saved_bytes: int
+    disk_tier_loaded_bytes: int
+    """Moved for the prefix cache: between device and host memory, and between host memory and disk."""
     num_steps: int
     prompt_tokens: int
     generated_tokens: int

@@ -24,6 +24,9 @@ from jserve.scheduler.plan import StepOutput
 
 log = logging.getLogger(__name__)
 
+TIER_POLL_S = 0.002
+"""How often the loop looks whether a copy from a lower tier is done, where it has nothing else to do."""
+
 
 class Runner(Protocol):
     """The seam to the device."""
@@ -52,14 +55,16 @@ class EngineLoop:
         on_start: Callable[[], None] | None = None,
         on_stop: Callable[[], None] | None = None,
         step_log: StepLog | None = None,
+        close_tiers: Callable[[], None] | None = None,
     ):
-        """`on_result` gets each step's result, on the engine thread, which also calls `on_start` and `on_stop`, and
-        writes `step_log`."""
+        """`on_result` gets each step's result, on the engine thread, which also calls `on_start`, `close_tiers` and
+        `on_stop`, and writes `step_log`."""
         self._scheduler = scheduler
         self._runner = runner
         self._on_result = on_result
         self._on_start = on_start
         self._on_stop = on_stop
+        self._close_tiers = close_tiers
         self.on_step: Callable[[Scheduler], None] | None = None
         """A test's look at the state after each step."""
         self._depth = 1 if overlap else 0
@@ -103,12 +108,13 @@ class EngineLoop:
             if not future.set_running_or_notify_cancel():
                 return  # its caller has left: a cancelled RPC must not be answered, nor end this thread
             self._settle()
-            num_cached = self._scheduler.blocks.num_cached_blocks
+            blocks = self._scheduler.blocks
+            num_cached = blocks.num_cached_blocks + blocks.tier_stats.num_host_cached_blocks
             try:
                 future.set_result(function())
             except Exception as error:  # the caller's, not ours
                 future.set_exception(error)
-            if self._log is not None and self._scheduler.blocks.num_cached_blocks < num_cached:
+            if self._log is not None and blocks.num_cached_blocks + blocks.tier_stats.num_host_cached_blocks < num_cached:
                 self._log.flushed()
 
         self._post(run)
@@ -135,6 +141,8 @@ class EngineLoop:
         try:
             self._serve()
         finally:
+            if self._close_tiers is not None:
+                self._close_tiers()
             if self._on_stop is not None:
                 self._on_stop()
             if self._log is not None:
@@ -175,6 +183,9 @@ class EngineLoop:
             plan = self._in_flight.popleft()
             self._apply(plan, output)
             self._record(plan, output, planned - began + time.perf_counter() - collected)
+        elif plan is None and self._scheduler.awaits_tier:
+            with self._wake:
+                self._wake.wait_for(lambda: self._inbox or self._stopping, TIER_POLL_S)
         elif plan is None and self._scheduler.has_work:
             raise RuntimeError("nothing can run although work is waiting: a bug of the scheduler")
         if self.on_step is not None:

@@ -21,6 +21,7 @@ import numpy as np
 
 from jserve.engine.outputs import StepResult
 from jserve.kv import BlockManager, GroupSpec
+from jserve.kv.disk_tier import BlockStore
 from jserve.request import FinishReason
 from jserve.scheduler import Scheduler, Sequence, StepPlan
 from jserve.scheduler.fork_group import ForkGroup
@@ -44,8 +45,10 @@ class KvSettings:
     prefix_cache: bool
     num_host_blocks: tuple[int, ...] | None = None
     """To swap to, of each layer group, block 0 included; None: no swapping."""
+    host_tier: bool = False
+    """Cached blocks move there too."""
 
-    def make(self, root_key: bytes = b"") -> BlockManager:
+    def make(self, root_key: bytes = b"", disk: BlockStore | None = None) -> BlockManager:
         return BlockManager(
             groups=[GroupSpec(window) for window in self.windows],
             num_blocks=self.num_blocks,
@@ -55,6 +58,8 @@ class KvSettings:
             prefix_cache=self.prefix_cache,
             root_key=root_key,
             num_host_blocks=self.num_host_blocks,
+            host_tier=self.host_tier,
+            disk=disk,
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import dataclass
 
 HashBlock = Callable[[bytes, bytes], bytes]
 """(parent key, the block's tokens as little-endian int32) -> key"""
@@ -51,6 +52,21 @@ def chain_start(root: bytes, salt: bytes, block_size: int) -> bytes:
 def hash_block(parent: bytes, tokens: bytes) -> bytes:
     """Key of a full block behind `parent`."""
     return hashlib.sha256(_BLOCK_TAG + len(parent).to_bytes(4, "little") + parent + tokens).digest()
+
+
+@dataclass(frozen=True)
+class KeyChain:
+    """How the keys of a prefix's blocks follow from each other."""
+
+    root: bytes
+    block_size: int
+    hash_block: HashBlock = hash_block
+
+    def start(self, salt: bytes) -> bytes:
+        return chain_start(self.root, salt, self.block_size)
+
+    def step(self, parent: bytes, tokens: bytes) -> bytes:
+        return self.hash_block(parent, tokens)
 
 
 def _field(kind: bytes, value: bytes) -> bytes:

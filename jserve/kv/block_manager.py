@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jserve.kv.block_keys import HashBlock, hash_block as chain_hash
+from jserve.kv.block_keys import HashBlock, KeyChain, hash_block as chain_hash
 from jserve.kv.block_tables import BlockTables
+from jserve.kv.disk_tier import BlockStore
 from jserve.kv.groups import GroupSpec
-from jserve.kv.integrity import table_violations
+from jserve.kv.integrity import host_violations, table_violations
 from jserve.kv.lookups import HashLookup, Lookup, TreeLookup
 from jserve.kv.prefix_cache import PrefixCache
 from jserve.kv.prefix_index import PrefixIndex
 from jserve.kv.swap import HostSwap, SwappedBlocks
+from jserve.kv.tiers import Tiers, TierStats
 
 
 @dataclass(frozen=True)
@@ -50,18 +52,34 @@ class BlockManager:
         index: str = "radix",
         hash_block: HashBlock | None = None,
         num_host_blocks: Sequence[int] | None = None,
+        host_tier: bool = False,
+        disk: BlockStore | None = None,
     ):
         """num_blocks: per group, the dead block included. index: "radix" or "hash" (lookups says how they differ); only
         the hash uses root_key, all that changes KV (block_keys.root_key), and hash_block, its hash function.
-        num_host_blocks: host memory to swap to, per group, block 0 (never used) included; None: no swapping."""
+        num_host_blocks: host memory to swap to, per group, block 0 (never used) included; None: no swapping.
+        host_tier: cached blocks that the device reuses move to what of it is free. disk: and from there to this store,
+        which needs root_key (and hash_block) too."""
         if len(groups) != len(num_blocks) or not groups:
             raise ValueError(f"{len(groups)} groups, but num_blocks for {len(num_blocks)}")
+        has_tiers = host_tier and prefix_cache and num_host_blocks is not None
+        if disk is not None and not has_tiers:
+            raise ValueError("disk is given, but no host tier for what comes from there")
+        if hash_block is not None and index == "radix" and disk is None:
+            raise ValueError("hash_block is given, but index 'radix' hashes nothing")
         lookup = _make_lookup(index, root_key, block_size, hash_block)
+        prefixes = PrefixIndex((1 + has_tiers) * len(groups), block_size, lookup)
         self.block_size = block_size
         self._memory = BlockTables(groups, num_blocks, block_size, num_slots, max_blocks_per_seq)
-        self._cache = PrefixCache(self._memory, PrefixIndex(len(groups), block_size, lookup), num_slots, prefix_cache)
+        self._cache = PrefixCache(self._memory, prefixes, num_slots, prefix_cache)
         self._memory.on_evict = self._cache.forget
         self._swap = None if num_host_blocks is None else HostSwap(self._memory, num_host_blocks)
+        self.tiers: Tiers | None = None
+        """What lies below the device for the prefix cache, if anything does."""
+        if has_tiers:
+            chain = KeyChain(root_key, block_size, hash_block or chain_hash)
+            self.tiers = Tiers(self._memory, prefixes, self._cache, self._swap, disk, chain)
+        self._known_unused = [np.zeros(count, bool) for count in num_blocks]
         self.tables = self._memory.tables
         self._num_queried_tokens = self._num_hit_tokens = 0
 
@@ -109,6 +127,10 @@ class BlockManager:
             self._cache.num_duplicate_blocks,
             self._memory.num_copied_blocks,
         )
+
+    @property
+    def tier_stats(self) -> TierStats:
+        return TierStats() if self.tiers is None else self.tiers.stats
 
     @property
     def num_saved_blocks(self) -> int:
@@ -257,25 +279,59 @@ class BlockManager:
             self._cache.drop_standing(row.standing)
 
     def take_saves(self) -> list[tuple[int, int, int]]:
-        """(group, device block, host block) copies to run first of all."""
-        return [] if self._swap is None else self._swap.take_saves()
+        """(group, device block, host block) copies to run first of all; saves_arrived is to be told once they have."""
+        saves = [] if self._swap is None else self._swap.take_saves()
+        return saves if self.tiers is None else saves + self.tiers.take_saves()
 
     def take_loads(self) -> list[tuple[int, int, int]]:
         """(group, host block, device block) copies to run after the block copies. No destination occurs twice."""
-        return self._memory.take_loads()
+        loads = self._memory.take_loads()
+        if self.tiers is not None:
+            self.tiers.loads_taken(loads)
+        return loads
+
+    def saves_arrived(self, saves: Sequence[tuple[int, int, int]]) -> None:
+        """These copies of take_saves are in host memory."""
+        if self.tiers is not None:
+            self.tiers.saves_arrived(saves)
+
+    # Housekeeping
 
     def flush(self) -> int:
-        """Forgets what is cached and has no owner; returns how many blocks that were."""
+        """Forgets what is cached and has no owner, in every tier; returns how many blocks of the device that were."""
+        if self.tiers is not None:
+            self.tiers.flush()
         return self._cache.flush()
+
+    def forget_device(self) -> None:
+        """The device lost what it held, also what was on its way from or to it."""
+        if self.tiers is not None:
+            self.tiers.forget_copies()
+        self._cache.flush()
 
     def unused_blocks(self) -> tuple[np.ndarray, ...]:
         """Per group: blocks that hold nothing. A debugging engine overwrites them after the copies of a step with a
         large finite value, so that a read of one shows."""
         return tuple(pool.free_blocks() for pool in self._memory.pools)
 
+    def take_newly_unused(self) -> list[tuple[int, int]]:
+        """(group, block) of unused_blocks that were in use, or findable, when this was asked last."""
+        newly_unused = []
+        for group, (blocks, known) in enumerate(zip(self.unused_blocks(), self._known_unused)):
+            is_unused = np.zeros_like(known)
+            is_unused[blocks] = True
+            newly_unused += [(group, block) for block in np.flatnonzero(is_unused & ~known).tolist()]
+            known[:] = is_unused
+        return newly_unused
+
     def check_integrity(self) -> list[str]:
         """Violated invariants in words; empty when sound. For tests and Control.CheckIntegrity: looks at everything."""
-        return table_violations(self._memory) + self._cache.check()
+        problems = table_violations(self._memory)
+        if self.tiers is not None:
+            problems += self.tiers.check(self._swap.owners)
+        elif self._swap is not None:
+            problems += host_violations(self._swap.pools, self._swap.owners)
+        return problems + self._cache.check([] if self.tiers is None else self.tiers.held_nodes())
 
 
 def _make_lookup(index: str, root_key: bytes, block_size: int, hash_block: HashBlock | None) -> Lookup:
@@ -283,6 +339,4 @@ def _make_lookup(index: str, root_key: bytes, block_size: int, hash_block: HashB
         return HashLookup(root_key, block_size, hash_block or chain_hash)
     if index != "radix":
         raise ValueError(f"index is {index!r}, expected 'radix' or 'hash'")
-    if hash_block is not None:
-        raise ValueError("hash_block is given, but index 'radix' hashes nothing")
     return TreeLookup()

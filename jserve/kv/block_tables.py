@@ -39,7 +39,7 @@ class BlockTables:
         self._copies: dict[tuple[int, int], int] = {}  # (group, destination) -> source
         self._loads: dict[tuple[int, int], int] = {}  # (group, destination) -> host block
         self.on_evict: Callable[[int, list[int]], None] = lambda group, blocks: None
-        """Hears of cached blocks that were handed out to somebody else."""
+        """Hears of cached blocks that are being handed out to somebody else, before a copy due into them is cancelled."""
         self.num_copied_blocks = 0
 
     @property
@@ -181,6 +181,11 @@ class BlockTables:
         self.num_computed[slot] = num_computed
         self.shared_last[slot] = shared_last
 
+    def touch(self, group: int, blocks: np.ndarray) -> None:
+        """Those of `blocks` (findable) that nobody owns are now the last to be reused."""
+        self.pools[group].share(blocks)
+        self._release(group, blocks)
+
     def unpin(self, group: int, blocks: np.ndarray) -> None:
         """One owner less, that was no table entry."""
         self._release(group, blocks)
@@ -269,8 +274,8 @@ class BlockTables:
     def _allocate(self, group: int, count: int) -> np.ndarray:
         blocks, evicted = self.pools[group].allocate(count)
         if evicted:
-            self.cancel_due(group, evicted)
             self.on_evict(group, evicted)
+            self.cancel_due(group, evicted)
         return blocks
 
     def _release(self, group: int, blocks: np.ndarray) -> None:

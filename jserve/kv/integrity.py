@@ -5,6 +5,8 @@ Vectorised, so that tests can run it after every step; the prefix index checks i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from jserve.kv.block_pool import DEAD_BLOCK, BlockPool
@@ -33,6 +35,15 @@ def table_violations(memory: BlockTables) -> list[str]:
         for block in memory.due_blocks(group):
             if pool.num_owners[block] == 0 and not pool.findable[block]:
                 problems.append(f"group {group}: a copy or load is due into block {block}, which is free")
+    return problems
+
+
+def host_violations(pools: Sequence[BlockPool], owners: Sequence[np.ndarray]) -> list[str]:
+    """Of host memory; owners: per group, how many each host block should have."""
+    problems = []
+    for group, (pool, expected) in enumerate(zip(pools, owners)):
+        violations = {"blocks whose owners differ from who uses them": expected != pool.num_owners}
+        problems += [f"host memory, group {group}: {text}" for text in _described(violations) + pool_violations(pool)]
     return problems
 
 

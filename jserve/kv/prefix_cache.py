@@ -6,7 +6,7 @@ prefix of its full, registered blocks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -31,12 +31,15 @@ class PrefixCache:
     def __init__(self, memory: BlockTables, index: PrefixIndex, num_slots: int, enabled: bool):
         self._memory = memory
         self._index = index
+        self._num_groups = len(memory.groups)
         self.enabled = enabled
         self._standing = [_NOWHERE] * num_slots
         self._away: list[Standing] = []  # of sequences in host memory
         self._has_duplicates = [False] * num_slots
         self.next_border = np.full(num_slots, _NEVER)
         """Computed tokens from which `register` has something to do."""
+        self.on_evict: Callable[[int, int, int], None] = lambda group, node, block: None
+        """Hears of (group, index node, block) before the block of a cached prefix goes to somebody else."""
         self.num_evicted_blocks = 0
         self.num_duplicate_blocks = 0
 
@@ -129,6 +132,7 @@ class PrefixCache:
         """Cached blocks were handed out to somebody else."""
         self.num_evicted_blocks += len(blocks)
         for block in blocks:
+            self.on_evict(group, self._index.node_at(group, block), block)
             self._index.evict(group, block)
 
     # Sequences in host memory
@@ -148,7 +152,7 @@ class PrefixCache:
 
     def resident_blocks(self, standing: Standing) -> np.ndarray:
         """i32[groups, num_blocks]: blocks that still hold the prefix of a sequence that is away, or NO_BLOCK."""
-        return self._index.blocks(self._index.path(standing.node, standing.num_blocks))
+        return self._index.blocks(self._index.path(standing.node, standing.num_blocks))[: self._num_groups]
 
     def resume(self, slot: int, standing: Standing) -> None:
         """The sequence is back, its blocks are in the table: those that could not be found any more can again."""
@@ -158,8 +162,9 @@ class PrefixCache:
             self._has_duplicates[slot] = True
             self._offer_duplicates(slot, standing)
 
-    def check(self) -> list[str]:
-        holders = [standing.node for standing in self._standing + self._away if standing.node is not None]
+    def check(self, holders: Sequence[int] = ()) -> list[str]:
+        """holders: index nodes that others hold, once for each hold."""
+        holders = [standing.node for standing in self._standing + self._away if standing.node is not None] + [*holders]
         problems = self._index.check(holders)
         for group, pool in enumerate(self._memory.pools):
             if set(np.flatnonzero(pool.findable).tolist()) != set(self._index.findable_blocks(group)):
@@ -168,7 +173,7 @@ class PrefixCache:
 
     def _find(self, root: int, tokens: np.ndarray) -> tuple[list[int], np.ndarray]:
         nodes = self._index.match(root, tokens, self.num_shareable(tokens))
-        blocks = self._index.blocks(nodes)
+        blocks = self._index.blocks(nodes)[: self._num_groups]
         num_hit = combined_hit(blocks != NO_BLOCK, self._memory.groups, self._memory.block_size)
         return nodes[:num_hit], blocks[:, :num_hit]
 

@@ -1,8 +1,9 @@
 """Which blocks hold which prefix: match, register, evict.
 
-A tree with one node per block-sized piece of a prefix. A node names the block that holds it in each layer group (or
-none: a node stays as long as something below it is cached, or a running sequence stands on it). How a child is found
-is a lookup of its own, by chained hash or by exact tokens (lookups).
+A tree with one node per block-sized piece of a prefix. A node names the block that holds it in each column: one for
+each layer group on the device, and one for each in host memory (or none: a node stays as long as something below it is
+cached, or a running sequence stands on it). How a child is found is a lookup of its own, by chained hash or by exact
+tokens (lookups).
 """
 
 from __future__ import annotations
@@ -13,16 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jserve.kv.block_keys import KeyChain
 from jserve.kv.lookups import Lookup
 
 NO_BLOCK = 0
-"""A group that holds no block for a node (the dead block's id)."""
+"""A column that holds no block for a node (the dead block's id)."""
 
 
 class PrefixIndex:
     """Invariant: each node's parent is in the index; each node is in use: it has a block, a child or a holder."""
 
-    def __init__(self, num_groups: int, block_size: int, lookup: Lookup):
+    def __init__(self, num_columns: int, block_size: int, lookup: Lookup):
         self._bytes_per_block = 4 * block_size
         self._lookup = lookup
         self._roots: dict[bytes, int] = {}
@@ -30,9 +32,10 @@ class PrefixIndex:
         # One entry per node id, as lists of plain values: nothing here for the garbage collector to walk.
         self._parent: list[int | None] = []
         self._tokens: list[bytes] = []
+        self._key: list[bytes | None] = []  # made when somebody asks
         self._num_uses: list[int] = []  # children + holders + blocks
-        self._block: tuple[list[int], ...] = tuple([] for _ in range(num_groups))
-        self._node_of: tuple[dict[int, int], ...] = tuple({} for _ in range(num_groups))
+        self._block: tuple[list[int], ...] = tuple([] for _ in range(num_columns))
+        self._node_of: tuple[dict[int, int], ...] = tuple({} for _ in range(num_columns))
         self._unused_ids: list[int] = []
         self._last_match: _LastMatch | None = None
 
@@ -83,13 +86,13 @@ class PrefixIndex:
             self.drop(last.deepest)
 
     def blocks(self, nodes: Sequence[int]) -> np.ndarray:
-        """i32[groups, nodes]: the block of each node in each group, or NO_BLOCK."""
+        """i32[columns, nodes]: the block of each node in each column, or NO_BLOCK."""
         return np.array([[block[node] for node in nodes] for block in self._block], np.int32)
 
     def register(self, parent: int, tokens: bytes, blocks: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Makes a full block findable: `blocks` (one per group, or NO_BLOCK) hold `tokens` behind `parent`.
+        """Makes a full block findable: `blocks` (of the first columns, or NO_BLOCK) hold `tokens` behind `parent`.
 
-        Where a group already has a block for this prefix the first one stays. Returns the node and the groups that
+        Where a column already has a block for this prefix the first one stays. Returns the node and the columns that
         took the given block; None where the lookup cannot hold the prefix (a colliding hash): it stays unknown.
         """
         next_id = self._unused_ids[-1] if self._unused_ids else len(self._parent)
@@ -102,20 +105,30 @@ class PrefixIndex:
         return node, self.fill(node, blocks)
 
     def fill(self, node: int, blocks: Sequence[int]) -> list[int]:
-        """Gives `node` the given block in each group where it has none; returns those groups."""
-        filled = []
-        for group, block in enumerate(blocks):
-            if block != NO_BLOCK and self._block[group][node] == NO_BLOCK:
-                self._block[group][node] = block
-                self._node_of[group][block] = node
-                self._num_uses[node] += 1
-                filled.append(group)
-        return filled
+        """Gives `node` the given block in each of the first columns where it has none; returns those columns."""
+        return [column for column, block in enumerate(blocks) if block != NO_BLOCK and self.place(column, node, block)]
 
-    def evict(self, group: int, block: int) -> None:
+    def place(self, column: int, node: int, block: int) -> bool:
+        """Gives `node` a block in one column; False where it has one."""
+        if self._block[column][node] != NO_BLOCK:
+            return False
+        self._block[column][node] = block
+        self._node_of[column][block] = node
+        self._num_uses[node] += 1
+        return True
+
+    def block(self, column: int, node: int) -> int:
+        """The node's block there, or NO_BLOCK."""
+        return self._block[column][node]
+
+    def node_at(self, column: int, block: int) -> int | None:
+        """Whose content a findable block holds."""
+        return self._node_of[column].get(block)
+
+    def evict(self, column: int, block: int) -> None:
         """Forgets what `block` holds."""
-        node = self._node_of[group].pop(block)
-        self._block[group][node] = NO_BLOCK
+        node = self._node_of[column].pop(block)
+        self._block[column][node] = NO_BLOCK
         self._end_use(node)
 
     def path(self, node: int | None, length: int) -> list[int]:
@@ -129,12 +142,33 @@ class PrefixIndex:
     def parent(self, node: int) -> int | None:
         return self._parent[node]
 
+    def prefix(self, node: int) -> tuple[bytes, bytes]:
+        """Salt and tokens (i32) of the whole prefix that ends with `node`."""
+        pieces = []
+        while (parent := self._parent[node]) is not None:
+            pieces.append(self._tokens[node])
+            node = parent
+        return self._salts[node], b"".join(reversed(pieces))
+
+    def key(self, node: int, chain: KeyChain) -> bytes:
+        """Of the whole prefix that ends with `node`; always the same `chain`, as keys are kept."""
+        missing = []
+        while self._key[node] is None and self._parent[node] is not None:
+            missing.append(node)
+            node = self._parent[node]
+        key = self._key[node]
+        if key is None:
+            key = self._key[node] = chain.start(self._salts[node])
+        for node in reversed(missing):
+            key = self._key[node] = chain.step(key, self._tokens[node])
+        return key
+
     @property
     def num_nodes(self) -> int:
         return len(self._parent) - len(self._unused_ids)
 
-    def findable_blocks(self, group: int) -> list[int]:
-        return list(self._node_of[group])
+    def findable_blocks(self, column: int) -> list[int]:
+        return list(self._node_of[column])
 
     def check(self, holders: Iterable[int]) -> list[str]:
         """Violations of the class invariant, in words; holders: every node that is held, once for each hold."""
@@ -157,19 +191,21 @@ class PrefixIndex:
         for node, count in enumerate(self._num_uses):
             if node not in unused and (count != num_uses[node] or count == 0):
                 problems.append(f"index node {node} counts {count} uses, has {num_uses[node]}")
-        for group, node_of in enumerate(self._node_of):
+        for column, node_of in enumerate(self._node_of):
             for block, node in node_of.items():
-                if node in unused or self._block[group][node] != block:
-                    problems.append(f"group {group}: block {block} and index node {node} disagree")
+                if node in unused or self._block[column][node] != block:
+                    problems.append(f"column {column}: block {block} and index node {node} disagree")
         return problems
 
     def _new_node(self, parent: int | None, tokens: bytes) -> int:
         if self._unused_ids:
             node = self._unused_ids.pop()
             self._parent[node], self._tokens[node], self._num_uses[node] = parent, tokens, 0
+            self._key[node] = None
             return node
         self._parent.append(parent)
         self._tokens.append(tokens)
+        self._key.append(None)
         self._num_uses.append(0)
         for block in self._block:
             block.append(NO_BLOCK)

@@ -6,7 +6,7 @@ Knows ids only; whoever moves the bytes runs the saves, then the block copies, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,6 +45,10 @@ class HostSwap:
         """num_host_blocks: per group, host block 0, which is never used, included."""
         self.pools = tuple(BlockPool(count) for count in num_host_blocks)
         self._memory = memory
+        self.on_evict: Callable[[int, list[int]], None] = lambda group, host_blocks: None
+        """Hears of cached host blocks (of the prefix cache's host tier) that were handed out here."""
+        self.owners = tuple(np.zeros(count, np.int32) for count in num_host_blocks)
+        """Per group: of each host block, those of SwappedBlocks."""
         self._saves: dict[tuple[int, int], int] = {}  # (group, host block) -> device block
 
     def can_save(self, slots: Sequence[int]) -> bool:
@@ -61,7 +65,9 @@ class HostSwap:
         distinct = self._distinct_blocks(slots)
         host_rows: list[list[np.ndarray]] = []
         for group, blocks in enumerate(distinct):
-            host_blocks, _ = self.pools[group].allocate(len(blocks))
+            host_blocks, evicted = self.pools[group].allocate(len(blocks))
+            self.on_evict(group, evicted)
+            self.owners[group][host_blocks] += 1
             for block, host_block in zip(blocks.tolist(), host_blocks.tolist()):
                 self._saves[group, host_block] = memory.content_of(group, block)
             rows_of_group = (memory.entries(group, slot) for slot in slots)
@@ -116,8 +122,9 @@ class HostSwap:
             host_blocks = np.unique(np.concatenate([row.host_blocks[group] for row in swapped.rows]))
             if self._memory.loads_from(group, host_blocks):
                 raise ValueError("host blocks released before their loads were taken")
-            if (pool.num_owners[host_blocks] != 1).any():
+            if (self.owners[group][host_blocks] != 1).any():
                 raise ValueError("host blocks released twice")
+            self.owners[group][host_blocks] = 0
             for host_block in host_blocks.tolist():
                 self._saves.pop((group, host_block), None)
             pool.release(host_blocks)

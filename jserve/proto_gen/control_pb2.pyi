@@ -87,7 +87,7 @@ class GetLoadsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadsResponse(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "kv_usage", "num_free_blocks", "num_total_blocks", "num_cached_blocks", "prompt_tokens", "generated_tokens", "prefix_cache_queried_tokens", "prefix_cache_hit_tokens", "num_steps", "scheduled_tokens", "padded_tokens", "num_preemptions", "preempted_tokens_lost", "compiles_after_ready", "requests_accepted", "requests_refused", "requests_stopped", "requests_length", "requests_aborted", "requests_failed", "num_open_streams", "max_open_streams", "num_saved_blocks", "num_swap_preemptions", "swapped_out_bytes", "swapped_in_bytes")
+    __slots__ = ("num_running", "num_waiting", "kv_usage", "num_free_blocks", "num_total_blocks", "num_cached_blocks", "prompt_tokens", "generated_tokens", "prefix_cache_queried_tokens", "prefix_cache_hit_tokens", "num_steps", "scheduled_tokens", "padded_tokens", "num_preemptions", "preempted_tokens_lost", "compiles_after_ready", "requests_accepted", "requests_refused", "requests_stopped", "requests_length", "requests_aborted", "requests_failed", "num_open_streams", "max_open_streams", "num_saved_blocks", "num_swap_preemptions", "swapped_out_bytes", "swapped_in_bytes", "host_tier_hit_tokens", "disk_tier_hit_tokens", "num_host_cached_blocks", "host_tier_saved_bytes", "host_tier_loaded_bytes", "disk_tier_saved_bytes", "disk_tier_loaded_bytes")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_USAGE_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,13 @@ class GetLoadsResponse(_message.Message):
     NUM_SWAP_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_OUT_BYTES_FIELD_NUMBER: _ClassVar[int]
     SWAPPED_IN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_TIER_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_TIER_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOST_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    HOST_TIER_SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    HOST_TIER_LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_TIER_SAVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_TIER_LOADED_BYTES_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     kv_usage: float
@@ -144,7 +151,14 @@ class GetLoadsResponse(_message.Message):
     num_swap_preemptions: int
     swapped_out_bytes: int
     swapped_in_bytes: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_cache_queried_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., scheduled_tokens: _Optional[int] = ..., padded_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., preempted_tokens_lost: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., requests_accepted: _Optional[int] = ..., requests_refused: _Optional[int] = ..., requests_stopped: _Optional[int] = ..., requests_length: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., num_open_streams: _Optional[int] = ..., max_open_streams: _Optional[int] = ..., num_saved_blocks: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., swapped_out_bytes: _Optional[int] = ..., swapped_in_bytes: _Optional[int] = ...) -> None: ...
+    host_tier_hit_tokens: int
+    disk_tier_hit_tokens: int
+    num_host_cached_blocks: int
+    host_tier_saved_bytes: int
+    host_tier_loaded_bytes: int
+    disk_tier_saved_bytes: int
+    disk_tier_loaded_bytes: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., kv_usage: _Optional[float] = ..., num_free_blocks: _Optional[int] = ..., num_total_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prefix_cache_queried_tokens: _Optional[int] = ..., prefix_cache_hit_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., scheduled_tokens: _Optional[int] = ..., padded_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., preempted_tokens_lost: _Optional[int] = ..., compiles_after_ready: _Optional[int] = ..., requests_accepted: _Optional[int] = ..., requests_refused: _Optional[int] = ..., requests_stopped: _Optional[int] = ..., requests_length: _Optional[int] = ..., requests_aborted: _Optional[int] = ..., requests_failed: _Optional[int] = ..., num_open_streams: _Optional[int] = ..., max_open_streams: _Optional[int] = ..., num_saved_blocks: _Optional[int] = ..., num_swap_preemptions: _Optional[int] = ..., swapped_out_bytes: _Optional[int] = ..., swapped_in_bytes: _Optional[int] = ..., host_tier_hit_tokens: _Optional[int] = ..., disk_tier_hit_tokens: _Optional[int] = ..., num_host_cached_blocks: _Optional[int] = ..., host_tier_saved_bytes: _Optional[int] = ..., host_tier_loaded_bytes: _Optional[int] = ..., disk_tier_saved_bytes: _Optional[int] = ..., disk_tier_loaded_bytes: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

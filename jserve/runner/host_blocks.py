@@ -1,4 +1,4 @@
-"""KV blocks in host memory, by layer group and host block id: where preempted sequences wait.
+"""KV blocks in host memory, by layer group and host block id: where preempted sequences and cached prefixes wait.
 
 Saves arrive while later steps run and are put in their places when the step behind them has been collected, or when
 somebody wants them back.  Knows no sequence; which block is whose is the block manager's business.
@@ -43,11 +43,19 @@ class HostBlocks:
 
     def load(self, group: int, host_blocks: list[int], count: int) -> np.ndarray:
         """[count, *block]: the blocks, one after another, in memory of their own; what lies behind them means nothing."""
-        self.settle()
+        wanted = {(group, host_block) for host_block in host_blocks}
+        for arriving in reversed(self._arriving):  # of those that nobody waits for here the device may still be at work
+            if not wanted.isdisjoint((arriving.group, host_block) for host_block in arriving.host_blocks):
+                self.settle(arriving.step_id)
+                break
         source = self._blocks[group]
         staging = np.empty((count, *source.shape[1:]), source.dtype)
         np.take(source, host_blocks, axis=0, out=staging[: len(host_blocks)])
         return staging
+
+    def bytes_of(self, group: int, host_block: int) -> np.ndarray:
+        """u8[n]: a block's memory itself. Settled, and nobody else's, or it means nothing."""
+        return self._blocks[group][host_block].reshape(-1).view(np.uint8)
 
     def forget(self) -> None:
         """The device lost what it was to save."""

@@ -18,6 +18,7 @@ from jserve.runner.batch import build
 from jserve.runner.compile_plan import SCORED_ROWS, StepShape
 from jserve.runner.forward import ServedParams
 from jserve.runner.grammar_state import GrammarState
+from jserve.runner.host_blocks import HostBlocks
 from jserve.runner.pooling import Pooled, start_pooling
 from jserve.runner.programs import NUM_SWAPPED, ProgramSet, SampledColumns
 from jserve.runner.sampling_rows import SamplingRows
@@ -73,6 +74,11 @@ class ModelRunner:
         """Seconds that a block takes to or from host memory; measured by warm_up."""
         self.reset()
 
+    @property
+    def host_blocks(self) -> HostBlocks | None:
+        """KV in host memory, if there is any."""
+        return self._host
+
     def reset(self) -> None:
         """Forgets launched steps and starts from empty pools."""
         self._in_flight.clear()
@@ -110,6 +116,8 @@ class ModelRunner:
             self._pools = programs.copy_blocks(self._pools, plan.copies)
         if plan.loads:
             self._pools = programs.load_blocks(self._pools, self._host, plan.loads)
+        if plan.poisoned:
+            self._pools = programs.poison_blocks(self._pools, plan.poisoned)
         shape = programs.step_shape(plan.bucket, plan.decode_only)
         packed = build(plan, programs.input_layout(shape), self._tables)
         hidden, sample_hidden, self._pools = programs.forward(
@@ -127,6 +135,12 @@ class ModelRunner:
                 plan, self._no_sums, lambda sums, packed: programs.pool(shape, sums, hidden, packed)
             )
         self._in_flight.append(_InFlight(plan, launched, sampled, variant, errors, beams, scored, pooled))
+
+    def save_now(self, saves: list[tuple[int, int, int]]) -> None:
+        """Copies blocks (group, block, host block) to host memory, and waits for them."""
+        if saves:
+            self._programs.save_blocks(self._pools, self._host, 0, saves)
+            self._host.settle()
 
     def collect(self) -> StepOutput:
         """Waits for the oldest launched step."""

@@ -34,6 +34,7 @@ class StepPlan:
     saves: list[tuple[int, int, int]]  # (layer group, block, host block)
     copies: list[tuple[int, int, int]]  # (layer group, source block, destination block)
     loads: list[tuple[int, int, int]]  # (layer group, host block, block)
+    poisoned: list[tuple[int, int]]  # (layer group, block) that hold nothing any more; to be overwritten, for debugging
 
     @property
     def num_rows(self) -> int:

@@ -27,6 +27,7 @@ from jserve.scheduler.sequence import Sequence, SequenceState
 from jserve.scheduler.shared_prefix import SharedPrefixes
 from jserve.scheduler.slots import Slots
 from jserve.scheduler.step_time import StepTimeModel
+from jserve.scheduler.tier_waits import TierWaits
 from jserve.scheduler.waiting import WaitingQueue
 
 
@@ -74,6 +75,7 @@ class Scheduler:
         self._waiting = WaitingQueue(self._policy, self._num_matched)
         self.step_time = StepTimeModel(fits=policy.target_tbt_s is not None)
         self.prefixes = SharedPrefixes(blocks, limits.step_cost_tokens, limits.num_slots)
+        self.tiers = None if blocks.tiers is None else TierWaits(blocks.tiers, limits.num_slots, clock)
         self._num_parked = 0
         self._arrivals = 0
         self._step_id = 0
@@ -82,7 +84,9 @@ class Scheduler:
         self.num_swap_preemptions = 0
         self.num_preempted_tokens = 0
         self.num_saved_blocks = self.num_loaded_blocks = 0
-        """Blocks moved to and from host memory."""
+        """Blocks moved to and from host memory, those of the prefix cache's host tier included."""
+        self.poisons_freed = False
+        """Plans have freed blocks overwritten."""
 
     # -- arrivals and departures
 
@@ -113,7 +117,7 @@ class Scheduler:
             if sequence.group is not None and sequence in sequence.group.parked:
                 sequence.group.parked.remove(sequence)
                 self._num_parked -= 1
-            elif self.prefixes.forget(sequence):
+            elif self.prefixes.forget(sequence) or self._ends_fetch(sequence):
                 self._num_parked -= 1
             else:
                 self._waiting.remove(sequence)
@@ -123,7 +127,7 @@ class Scheduler:
 
     def forget_device(self) -> None:
         """Device and host memory lost what they held, and everything that ran has ended."""
-        self.blocks.flush()
+        self.blocks.forget_device()
         self._seating.release_returned()
         self._seating.forget_all_away()
 
@@ -138,6 +142,11 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return self.num_waiting > 0 or self.num_running > 0
+
+    @property
+    def awaits_tier(self) -> bool:
+        """Whether somebody waits for a copy that is part of no step: then there may be work and nothing to plan."""
+        return bool(self.tiers)
 
     def running(self) -> list[Sequence]:
         """Running sequences, who keeps its blocks longest first."""
@@ -159,6 +168,8 @@ class Scheduler:
         """Plans the next step, or None when nothing can run now (then only results in flight can change that)."""
         self._seating.release_returned()
         self._unpark(self.prefixes.take_ready())
+        if self.tiers is not None:
+            self._unpark([one for one in self.tiers.start_step(self.num_running > 0) if one.group is None])
         if self._policy.preempts:
             self._make_room_for_urgent()
         self._fork_beams()
@@ -194,6 +205,7 @@ class Scheduler:
     def applied(self, plan: StepPlan, device_seconds: float = 0.0) -> None:
         """The plan's results are on the host: its full blocks become findable by other sequences."""
         self.step_time.observe(plan, device_seconds)
+        self.blocks.saves_arrived(plan.saves)
         live = self._slots.epoch[plan.slots] == plan.epochs
         slots = plan.slots[live]
         self.blocks.commit_each(slots, self._slots.tokens, (plan.first_positions + plan.num_scheduled)[live])
@@ -304,6 +316,13 @@ class Scheduler:
             return []  # preempted while its next id is being sampled: that id comes with the next results
         if not self._seating.can_enter(sequence):
             return []
+        if self.tiers is not None and not sequence.has_fetched:
+            if self.tiers.waits(sequence):
+                if sequence.group is not None:
+                    return []  # siblings hold the queue up: set aside, the next of them would be the head
+                self._waiting.remove(sequence)
+                self._num_parked += 1
+            return self._next_admissible()
         party = self._seating.party(sequence)
         self._waiting.pop()
         for one in party:
@@ -379,9 +398,14 @@ class Scheduler:
             saves=saves,
             copies=copies,
             loads=loads,
+            poisoned=self.blocks.take_newly_unused() if self.poisons_freed else [],
         )
 
     # -- slots and queue
+
+    def _ends_fetch(self, sequence: Sequence) -> bool:
+        """A waiting sequence ends; says whether it was set aside for the tiers."""
+        return self.tiers is not None and self.tiers.forget(sequence) and sequence.group is None
 
     def _num_matched(self, sequence: Sequence) -> int:
         """Tokens that the prefix cache holds of a waiting sequence."""
@@ -418,6 +442,7 @@ class Scheduler:
         self.num_preemptions += len(unit)
         for one in unit:  # they wait, with a rank no worse than before
             one.num_preemptions += 1
+            one.has_fetched = False
             one.state = SequenceState.WAITING
             self._waiting.push(one)
 

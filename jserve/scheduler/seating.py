@@ -174,6 +174,7 @@ class Seating:
         self._blocks.release_swapped(away.blocks)
         for one in away.rows:
             one.away = None
+            one.has_fetched = False
             if search_of(one) is not None:
                 one.group.search.forget_reports()
 

@@ -35,7 +35,7 @@ class Sequence:
         "request_id", "index", "sampling", "priority", "arrival", "order", "salt", "use_prefix_cache",
         "num_prompt", "tokens", "num_known", "limit", "slot", "state", "finish_reason", "matched_stop",
         "num_cached", "first_scheduled", "num_preemptions", "stop_ids", "prompt_only", "context", "awaits_token",
-        "tenant", "rank", "queued_tokens", "ticket", "group", "away", "search",
+        "tenant", "rank", "queued_tokens", "ticket", "group", "away", "search", "has_fetched",
     )
 
     def __init__(
@@ -82,6 +82,7 @@ class Sequence:
         self.num_cached: int | None = None
         self.first_scheduled: float | None = None
         self.num_preemptions = 0
+        self.has_fetched = False  # what lower tiers of the prefix cache know was brought back before it enters
         self.awaits_token = False  # preempted while a token was being sampled for it
         self.stop_ids = sampling.stop_token_ids | sampling.eos_token_ids
 

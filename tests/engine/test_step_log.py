@@ -25,10 +25,10 @@ class Logged:
 
     def __init__(
         self, path, *, num_blocks=40, budget=16, max_num_seqs=6, overlap=True, runner=None, num_host_blocks=None,
-        **scheduler,
+        host_tier=False, **scheduler,
     ):
         slots = min(budget, max_num_seqs)
-        self.kv = KvSettings((None,), (num_blocks,), 4, slots, num_blocks, True, num_host_blocks)
+        self.kv = KvSettings((None,), (num_blocks,), 4, slots, num_blocks, True, num_host_blocks, host_tier)
         limits = SchedulerLimits(budget, max_num_seqs, powers_up_to(4, budget), powers_up_to(1, slots), 8)
         self.scheduler = Scheduler(limits, self.kv.make(), **scheduler)
         self.path = path
@@ -99,6 +99,14 @@ def test_a_replay_makes_the_same_decisions_about_samples_and_beams(tmp_path, kin
     assert again.num_preemptions == engine.scheduler.num_preemptions > 0
     if kind == "swap" and num_host_blocks:
         assert engine.scheduler.num_swap_preemptions > 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_comes_back_from_host_memory_comes_back_in_a_replay(tmp_path, overlap):
+    engine = Logged(tmp_path / "steps.log", overlap=overlap, num_blocks=14, num_host_blocks=(40,), host_tier=True)
+    engine.run(work(60), *groups(4))
+    assert engine.scheduler.blocks.tier_stats.num_host_hit_tokens > 0
+    assert replay(engine.path).difference is None
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -45,6 +45,8 @@ class KvMachine(RuleBasedStateMachine):
     hash_block = None
     prefix_cache = True
     finds_all = True
+    host_tier = has_disk = False
+    num_host_blocks = 9
 
     def __init__(self):
         super().__init__()
@@ -53,7 +55,9 @@ class KvMachine(RuleBasedStateMachine):
             self.groups,
             self.num_blocks,
             BLOCK_SIZE,
-            num_host_blocks=[9] * len(self.groups),
+            num_host_blocks=[self.num_host_blocks] * len(self.groups),
+            host_tier=self.host_tier,
+            has_disk=self.has_disk,
             num_slots=NUM_SLOTS,
             max_blocks_per_seq=MAX_TOKENS // BLOCK_SIZE,
             index=self.index,
@@ -65,6 +69,7 @@ class KvMachine(RuleBasedStateMachine):
         self.swapped: list[tuple[object, list[Model]]] = []
         self.restored: list[object] = []  # swapped in; their host blocks are released after the loads
         self.planned: dict[int, int] = {}  # slot -> tokens that the next step has written
+        self.fetches: list[object] = []
         self.transfers_due = False
 
     # Choices
@@ -250,7 +255,73 @@ class KvMachine(RuleBasedStateMachine):
             self.restored.append(self.swapped.pop(0)[0])
             self.transfers_due = True
 
+    # Tiers
+
+    @precondition(lambda self: self.host_tier)
+    @rule(family=st.integers(0, 1), num_shared=st.integers(0, 30), salt=st.sampled_from(SALTS))
+    def begin_fetch(self, family, num_shared, salt):
+        tokens = np.array(FAMILIES[family][: num_shared + 1], np.int32)
+        num_known = self.kv.match(tokens, salt)
+        fetch = self.kv.tiers.begin_fetch(tokens, salt)
+        assert self.kv.match(tokens, salt) == num_known
+        if fetch is not None:
+            self.fetches.append(fetch)
+
+    @precondition(lambda self: self.fetches)
+    @rule(place=st.integers(0, 9), most=st.integers(0, 6))
+    def advance_fetch(self, place, most):
+        fetch = self.fetches[place % len(self.fetches)]
+        num_available, num_used = self.kv.num_available_blocks, self.kv.num_used_blocks
+        if self.kv.tiers.advance_fetch(fetch, most):
+            self.fetches.remove(fetch)
+            self.kv.tiers.end_fetch(fetch)
+        assert (self.kv.num_available_blocks, self.kv.num_used_blocks) == (num_available, num_used)
+        self.transfers_due = True
+
+    @precondition(lambda self: self.host_tier and len(self.live) < NUM_SLOTS)
+    @rule(family=st.integers(0, 1), num_shared=st.integers(4, 40), most=st.integers(1, 3))
+    def fetch_and_admit(self, family, num_shared, most):
+        """As a request does: nothing else happens but transfers, until all that can be found is on the device."""
+        tokens = np.array(FAMILIES[family][:num_shared].tolist() + [1], np.int32)
+        fetch = self.kv.tiers.begin_fetch(tokens)
+        if fetch is not None:
+            for _ in range(40):
+                if self.kv.tiers.advance_fetch(fetch, most):
+                    break
+                if self.has_disk and self.device.store.under_way:
+                    self.device.store.complete()
+                self.step()
+            else:
+                raise AssertionError("a fetch that does not end")
+            self.kv.tiers.end_fetch(fetch)
+            self.transfers_due = True
+        self.admit(family, num_shared, [1], b"", True, 0)
+
+    @precondition(lambda self: self.fetches)
+    @rule(place=st.integers(0, 9))
+    def give_up_fetch(self, place):
+        self.kv.tiers.end_fetch(self.fetches.pop(place % len(self.fetches)))
+
+    @precondition(lambda self: self.has_disk and self.device.store.under_way)
+    @rule(place=st.integers(0, 9), fails=st.sampled_from([False, False, False, True]))
+    def disk_completes(self, place, fails):
+        self.device.store.complete(place, fails)
+
+    @precondition(lambda self: self.has_disk and self.device.store.blocks)
+    @rule(place=st.integers(0, 9))
+    def disk_drops(self, place):
+        names = sorted(self.device.store.blocks)
+        del self.device.store.blocks[names[place % len(names)]]
+
     def can(self, action: str) -> bool:
+        if action in ("begin_fetch", "fetch_and_admit"):
+            return self.host_tier and (action == "begin_fetch" or len(self.live) < NUM_SLOTS)
+        if action in ("advance_fetch", "give_up_fetch"):
+            return bool(self.fetches)
+        if action == "disk_completes":
+            return self.has_disk and bool(self.device.store.under_way)
+        if action == "disk_drops":
+            return self.has_disk and bool(self.device.store.blocks)
         if action in ("admit", "fork") and len(self.live) == NUM_SLOTS:
             return False
         return bool(self.swapped) if action == "swap_in" else bool(self.live) or action == "admit"
@@ -289,6 +360,18 @@ class KvMachine(RuleBasedStateMachine):
                     np.testing.assert_array_equal(cells, expected[first : model.num_written])
 
     @invariant()
+    def host_memory_holds_what_the_index_says(self):
+        if not self.host_tier:
+            return
+        host, index, num_groups = self.kv.tiers._host, self.kv._cache._index, len(self.groups)
+        for group, cells in enumerate(self.device.host_cells):
+            for host_block in index.findable_blocks(num_groups + group):
+                if (group, host_block) not in host._arriving:
+                    salt, tokens = index.prefix(index.node_at(num_groups + group, host_block))
+                    ids = prefix_ids(salt, np.frombuffer(tokens, np.int32))[-BLOCK_SIZE:]
+                    np.testing.assert_array_equal(cells[host_block], ids)
+
+    @invariant()
     def the_ledger_is_sound(self):
         assert self.kv.check_integrity() == []
 
@@ -298,8 +381,16 @@ class KvMachine(RuleBasedStateMachine):
         self.device.run_copies()
         for swapped in self.restored + [swapped for swapped, _ in self.swapped]:
             self.kv.release_swapped(swapped)
+        for fetch in self.fetches:
+            self.kv.tiers.end_fetch(fetch)
+        self.device.run_copies()
+        self.device.arrive()
+        if self.has_disk:
+            self.device.store.complete_all()
+            self.kv.tiers.poll()
         self.kv.flush()
         assert self.kv.num_free_blocks == self.kv.num_total_blocks
+        assert all(pool.num_free == pool.num_usable for pool in self.kv._swap.pools)
         assert self.kv.check_integrity() == []
         assert self.kv._cache._index.num_nodes == 0
 
@@ -320,6 +411,16 @@ MACHINES = {
     "alternating windows, radix": {"groups": (WINDOW, FULL), "num_blocks": (22, 30), "index": "radix"},
     "all windows": {"groups": (WINDOW,), "num_blocks": (20,)},
     "a window below a block": {"groups": (NARROW, FULL), "num_blocks": (20, 30), "index": "radix"},
+    "a host tier": {"groups": (FULL,), "num_blocks": (16,), "host_tier": True, "num_host_blocks": 40, "index": "radix"},
+    "a small host tier, windows": {"groups": (FULL, WINDOW), "num_blocks": (20, 16), "host_tier": True},
+    "a disk tier": {"groups": (FULL,), "num_blocks": (16,), "host_tier": True, "has_disk": True, "index": "radix"},
+    "a disk tier, windows": {
+        "groups": (FULL, WINDOW), "num_blocks": (18, 14), "host_tier": True, "has_disk": True, "num_host_blocks": 20
+    },
+    "a disk tier, constant hash": {
+        "groups": (FULL,), "num_blocks": (16,), "host_tier": True, "has_disk": True, "index": "radix",
+        "hash_block": "constant",
+    },
     "no prefix cache": {"groups": (FULL, WINDOW), "num_blocks": (24, 24), "prefix_cache": False},
 }
 
@@ -344,10 +445,16 @@ def random_walk(name: str, seed: int, num_steps: int) -> None:
         "commit_each": (4, lambda: ()),
         "fork": (3, lambda: (slot(), random.choice([0, 0, 1, 2, 5]))),
         "release_behind_window": (3, lambda: (slot(),)),
-        "free": (2.5, lambda: (slot(),)),
+        "free": (6 if MACHINES[name].get("host_tier") else 2.5, lambda: (slot(),)),
         "flush": (0.2, lambda: ()),
         "swap_out": (0.8, lambda: (slot(), slot())),
         "swap_in": (1, lambda: (random.random() < 0.1,)),
+        "fetch_and_admit": (4, lambda: (random.integers(2), random.integers(4, 41), random.integers(1, 4))),
+        "begin_fetch": (2, lambda: (random.integers(2), random.integers(31), SALTS[random.random() < 0.1])),
+        "advance_fetch": (5, lambda: (random.integers(10), random.integers(7))),
+        "give_up_fetch": (0.5, lambda: (random.integers(10),)),
+        "disk_completes": (10, lambda: (random.integers(10), random.random() < 0.1)),
+        "disk_drops": (0.3, lambda: (random.integers(10),)),
     }
     weights = np.array([weight for weight, _ in draws.values()])
     trace = []
@@ -360,6 +467,7 @@ def random_walk(name: str, seed: int, num_steps: int) -> None:
             getattr(machine, action)(*arguments)
             machine.the_ledger_is_sound()
             machine.each_sequence_reads_back_its_own_tokens()
+            machine.host_memory_holds_what_the_index_says()
         machine.teardown()
     except BaseException:
         print(f"seed {seed}, after {len(trace)} actions; the last ones:", *trace[-40:], sep="\n  ")
@@ -370,7 +478,7 @@ def machine_of(name: str) -> type[KvMachine]:
     options = dict(MACHINES[name])
     weak = options.pop("hash_block", None)
     options["hash_block"] = staticmethod(WEAK_HASHES[weak]) if weak else None
-    options["finds_all"] = weak is None
+    options["finds_all"] = weak is None or options.get("index") == "radix"
     return type("Machine", (KvMachine,), options)
 
 

@@ -15,6 +15,7 @@ from jserve.runner.fake_runner import FakeRunner, next_token
 from jserve.sampling.beam_search import BeamSearch
 from jserve.scheduler import PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, Sequence, StepPlan
 from jserve.scheduler.buckets import powers_up_to
+from tests.support.block_store import MemoryStore
 from tests.support.kv_runner import KvRunner
 
 VOCAB_SIZE = 1000
@@ -73,17 +74,27 @@ class HostEngine:
     policy: PolicySettings = PolicySettings()
     preemption: PreemptionSettings = PreemptionSettings()
     num_host_blocks: int | None = None
+    host_tier: bool = False
+    has_disk: bool = False
+    """A tier whose transfers are done one step later."""
     checks_kv: bool = False
     """Every step reads back what attention would read."""
+    store: MemoryStore | None = None
     plans: list[StepPlan] = field(default_factory=list)
     outgrown: list[Sequence] = field(default_factory=list)
 
     def __post_init__(self):
         num_slots = min(self.budget, self.max_num_seqs)
+        if self.has_disk and self.store is None:
+            self.store = MemoryStore(
+                lambda transfer: self.runner.host_cells[transfer.host_block].copy(),
+                lambda transfer, content: self.runner.host_cells.__setitem__(transfer.host_block, content),
+            )
         self.blocks = BlockManager(
             groups=[GroupSpec()], num_blocks=[self.num_blocks], block_size=self.block_size, num_slots=num_slots,
             max_blocks_per_seq=self.num_blocks, prefix_cache=self.prefix_cache,
             num_host_blocks=None if self.num_host_blocks is None else [self.num_host_blocks],
+            host_tier=self.host_tier, disk=self.store,
         )
         limits = SchedulerLimits(
             self.budget, self.max_num_seqs, powers_up_to(min(4, self.budget), self.budget),
@@ -117,8 +128,10 @@ class HostEngine:
             self.runner.launch(plan)
         if self.in_flight and (plan is None or len(self.in_flight) > int(self.overlap)):
             apply(self.scheduler, self.in_flight.popleft(), self.runner.collect())
-        elif plan is None:
+        elif plan is None and not self.scheduler.awaits_tier:
             assert not self.scheduler.has_work, "work waits, nothing runs, nothing is in flight"
+        if self.store is not None:
+            self.store.complete_all()
         assert self.blocks.check_integrity() == []
         return plan
 

@@ -7,6 +7,7 @@ own prefix has hit a bookkeeping fault.
 import numpy as np
 
 from jserve.kv import BlockManager
+from tests.support.block_store import MemoryStore
 
 POISON = -7
 
@@ -23,11 +24,14 @@ def prefix_ids(salt: bytes, tokens) -> np.ndarray:
 class KvDevice:
     """Runs what a BlockManager decides, in the order a device would."""
 
-    def __init__(self, groups, num_blocks, block_size, num_host_blocks=None, **options):
+    def __init__(self, groups, num_blocks, block_size, num_host_blocks=None, has_disk=False, **options):
         self.groups, self.block_size, self.in_order = groups, block_size, False
         self.cells = [np.zeros((count, block_size), np.int64) for count in num_blocks]
         self.host_cells = [np.zeros((count, block_size), np.int64) for count in num_host_blocks or []]
+        self.store = MemoryStore(self._host_content, self._set_host_content) if has_disk else None
+        self._arriving = []
         self.manager = BlockManager(
+            disk=self.store,
             groups=groups,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -37,7 +41,8 @@ class KvDevice:
 
     def run_copies(self) -> None:
         """What runs between two steps. Copies run in order, or read all their sources before any is written."""
-        for group, block, host_block in self.manager.take_saves():
+        saves = self.manager.take_saves()
+        for group, block, host_block in saves:
             self.host_cells[group][host_block] = self.cells[group][block]
         copies = self.manager.take_copies()
         assert len({(group, destination) for group, _, destination in copies}) == len(copies)
@@ -51,6 +56,21 @@ class KvDevice:
             self.cells[group][block] = self.host_cells[group][host_block]
         for cells, blocks in zip(self.cells, self.manager.unused_blocks()):
             cells[blocks] = POISON
+        if self.manager.tiers is not None:
+            self.manager.tiers.poll()
+        self.manager.saves_arrived(self._arriving)  # of the step before: results are read one step late
+        self._arriving = saves
+
+    def arrive(self) -> None:
+        """The last step's results are on the host."""
+        self.manager.saves_arrived(self._arriving)
+        self._arriving = []
+
+    def _host_content(self, transfer) -> np.ndarray:
+        return self.host_cells[transfer.group][transfer.host_block].copy()
+
+    def _set_host_content(self, transfer, content) -> None:
+        self.host_cells[transfer.group][transfer.host_block] = content
 
     def write(self, slot: int, first: int, ids: np.ndarray) -> None:
         """One step's KV of `slot` at positions first and on."""

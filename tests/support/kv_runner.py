@@ -25,16 +25,16 @@ class KvRunner(FakeRunner):
         num_blocks = blocks.num_total_blocks + 1
         self._table, self._size = table, blocks.block_size
         self._cells = np.full((num_blocks, blocks.block_size), POISON, np.int64)
-        self._host = np.full((num_host_blocks or 1, blocks.block_size), POISON, np.int64)
+        self.host_cells = np.full((num_host_blocks or 1, blocks.block_size), POISON, np.int64)
         self._sampled: dict[Sequence, dict[int, int]] = {}
 
     def launch(self, plan: StepPlan) -> None:
         for _, block, host_block in plan.saves:
-            self._host[host_block] = self._cells[block]
+            self.host_cells[host_block] = self._cells[block]
         for _, source, destination in plan.copies:
             self._cells[destination] = self._cells[source]
         for _, host_block, block in plan.loads:
-            self._cells[block] = self._host[host_block]
+            self._cells[block] = self.host_cells[host_block]
         [unused] = self._manager.unused_blocks()
         self._cells[unused] = POISON
         rows = zip(plan.sequences, plan.slots.tolist(), plan.first_positions.tolist(), plan.num_scheduled.tolist())
