@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch, TokenRows, token_rows
-from pallas_kernels.paged_attention.layout import DEAD_BLOCK, PoolLayout, pack, read_blocks, write_tokens
+from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
+from pallas_kernels.paged_attention.layout import DEAD_BLOCK, PoolLayout, pack, read_blocks
+from pallas_kernels.paged_attention.xla_write import Writes, plan_writes, write
 
 _MASKED = -1e30  # finite, so that a tile without any visible key gives exp(0) and later a factor 0, never inf - inf
 
@@ -64,7 +65,7 @@ class ChunkTiles:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Metadata:
-    tokens: TokenRows
+    writes: Writes
     decodes: DecodeGroups
     chunks: ChunkTiles | None  # None in a decode-only program
 
@@ -76,17 +77,16 @@ def validate(layout: PoolLayout, spec: AttentionSpec) -> None:
 def prepare(
     batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: AttentionSpec, tiles: Tiles = TILES
 ) -> Metadata:
-    tokens = token_rows(batch, num_tokens, layout.block_size, spec)
+    writes = plan_writes(batch, num_tokens, layout, spec)
     decodes = _group_decodes(batch, num_tokens, layout, spec, tiles)
     chunks = None if spec.decode_only else _tile_chunks(batch, num_tokens, layout, tiles)
-    return Metadata(tokens, decodes, chunks)
+    return Metadata(writes, decodes, chunks)
 
 
 def attend(
     q, k, v, pool, layer, metadata: Metadata, *, layout, spec, sinks=None, k_scale=None, v_scale=None, tiles=TILES
 ):
-    tokens = metadata.tokens
-    pool = write_tokens(pool, layer, tokens.block, tokens.offset, pack(k, v, layout, k_scale, v_scale))
+    pool = write(pool, layer, metadata.writes, pack(k, v, layout, k_scale, v_scale))
     scale = spec.scale if k_scale is None else spec.scale * jnp.reshape(jnp.asarray(k_scale, jnp.float32), (-1, 1, 1))
     q_TKGH = q.astype(jnp.float32).reshape(q.shape[0], layout.num_kv_heads, -1, layout.head_dim) * scale
     sinks_KG = None if sinks is None else sinks.astype(jnp.float32).reshape(q_TKGH.shape[1:3])
