@@ -150,6 +150,9 @@ def _tell_mosaic_gpu(compute_capability: tuple[int, int]) -> None:
     for module in (core, utils):
         if hasattr(module, "_infer_arch"):
             module._infer_arch = lambda: compute_capability
+    from pallas_kernels.paged_attention import mosaic_gpu
+
+    mosaic_gpu.assumed_compute_capability = ".".join(map(str, compute_capability))
 
 
 _mosaic_gpu_is_told: tuple[int, int] | None = None

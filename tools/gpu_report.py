@@ -50,6 +50,13 @@ SHAPES = {
     "phi3-mini": Shape(32, 1, 96, block_size=16, sliding_window=2047),
     "heads-of-80-capped": Shape(8, 4, 80, soft_cap=30.0),
     "falcon-7b": Shape(1, 71, 64),
+    "gemma3-12b-local": Shape(8, 2, 256, sliding_window=1024),
+    "llama3-8b-int8": Shape(8, 4, 128, dtype="int8"),
+    "llama3-8b-fp8": Shape(8, 4, 128, dtype="float8_e4m3fn"),
+    "llama3-8b-float16": Shape(8, 4, 128, dtype="float16"),
+    "smollm2-135m-fp8": Shape(3, 3, 64, block_size=32, dtype="float8_e5m2"),
+    "gemma3-12b-int8": Shape(8, 2, 256, dtype="int8"),
+    "gemma3-12b-fp8": Shape(8, 2, 256, dtype="float8_e4m3fn"),
 }
 BUCKETS = {"mixed": (512, 64, False), "decode_1": (1, 1, True), "decode_256": (256, 256, True)}
 """tokens, rows, decode only"""
@@ -138,12 +145,14 @@ def compile_kernels(target: str, case: str):
     pool_layout = layout("gpu", shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
     fields = shape.sliding_window, shape.soft_cap, shape.has_sinks, decode_only
     spec = AttentionSpec(shape.head_dim**-0.5, *fields)
-    sinks = jnp.zeros(shape.num_kv_heads * shape.group) if shape.has_sinks else None
+    optional = {"sinks": jnp.zeros(shape.num_kv_heads * shape.group)} if shape.has_sinks else {}
+    if pool_layout.dtype.itemsize == 1:
+        optional |= {"k_scale": jnp.ones(shape.num_kv_heads), "v_scale": jnp.ones(())}
 
     def step(q, k, v, pool, layer, batch):
         metadata = prepare(batch, num_tokens, pool_layout, spec, "mosaic_gpu")
         static = {"layout": pool_layout, "spec": spec, "implementation": "mosaic_gpu"}
-        return paged_attention(q, k, v, pool, layer, metadata, **static, sinks=sinks)
+        return paged_attention(q, k, v, pool, layer, metadata, **static, **optional)
 
     i32 = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32)
     tokens = lambda heads: jax.ShapeDtypeStruct((num_tokens, heads, shape.head_dim), jnp.bfloat16)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
 from pallas_kernels.paged_attention.layout import PoolLayout
 
 IMPLEMENTATIONS = ("reference", "xla", "mosaic_tpu", "mosaic_gpu")
+LOGGER = logging.getLogger(__name__)
 _ORDER = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
 
 
@@ -28,14 +30,18 @@ def choose(platform: str, layout: PoolLayout, spec: AttentionSpec, implementatio
     """
     if implementation is not None:
         _module(implementation).validate(layout, spec)
+        LOGGER.info("attention on %s by %s, as asked for", _device_name(platform), implementation)
         return implementation
     refusals = []
     for name in _ORDER[platform]:
         try:
             _module(name).validate(layout, spec)
-            return name
         except NotImplementedError as error:
             refusals.append(f"{name}: {error}")
+            continue
+        why = f"; not by {'; '.join(refusals)}" if refusals else ""
+        LOGGER.info("attention on %s by %s%s", _device_name(platform), name, why)
+        return name
     raise NotImplementedError("; ".join(refusals))
 
 
@@ -90,6 +96,14 @@ def paged_attention(
     return _module(implementation).attend(
         q, k, v, pool, layer, metadata, layout=layout, spec=spec, sinks=sinks, k_scale=k_scale, v_scale=v_scale
     )
+
+
+def _device_name(platform: str) -> str:
+    """With the device's kind, where this process has one."""
+    try:
+        return f"{platform} ({jax.devices(platform)[0].device_kind})"
+    except RuntimeError:
+        return platform
 
 
 def _module(name: str) -> ModuleType:

@@ -26,12 +26,21 @@ from pallas_kernels.paged_attention.mosaic_gpu_chunk import (
     tokens_per_tile,
 )
 from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_attention
-from pallas_kernels.paged_attention.mosaic_gpu_tiles import DEFAULT_TILES, SHARED_BYTES, GpuTiles, fits_tiles
+from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
+    NARROW_TYPES,
+    SHARED_BYTES,
+    WIDE_TYPES,
+    GpuTiles,
+    compute_type,
+    default_tiles,
+    fits_tiles,
+)
 
-POOL_TYPES = (jnp.bfloat16,)
-COMPUTE_CAPABILITIES = ("9.0",)
-HEAD_DIMS = 128
-"""Up to here; at 256 the decode kernel's accumulators spill."""
+POOL_TYPES = (*WIDE_TYPES, *NARROW_TYPES)
+INSTRUCTIONS = {"9.0": "wgmma", "10.0": "tcgen05"}
+"""By compute capability: H100 and H200, B200."""
+HEAD_DIMS = {"wgmma": 256, "tcgen05": 128}
+"""Up to here; beyond, registers spill."""
 
 
 @jax.tree_util.register_dataclass
@@ -49,18 +58,19 @@ class GpuMetadata:
     these, and the compiler drops the others."""
 
 
-def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles = DEFAULT_TILES) -> None:
+def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles | None = None) -> None:
     if layout.platform != "gpu":
         raise NotImplementedError(f"a pool of platform {layout.platform!r}, not 'gpu'")
-    if (capability := _compute_capability()) not in (None, *COMPUTE_CAPABILITIES):
+    if (capability := compute_capability()) not in INSTRUCTIONS:
         raise NotImplementedError(
-            f"compute capability {capability}: the kernels are written for {', '.join(COMPUTE_CAPABILITIES)} "
-            "(H100, H200)"
+            f"compute capability {capability}: the kernels are written for {' and '.join(INSTRUCTIONS)} "
+            "(H100 and H200, B200)"
         )
-    if layout.dtype not in [jnp.dtype(t) for t in POOL_TYPES]:
-        raise NotImplementedError(f"a pool of {layout.dtype}, not {', '.join(jnp.dtype(t).name for t in POOL_TYPES)}")
-    if layout.head_dim > HEAD_DIMS:
-        raise NotImplementedError(f"head_dim={layout.head_dim}: at most {HEAD_DIMS}")
+    if layout.dtype.name not in POOL_TYPES:
+        raise NotImplementedError(f"a pool of {layout.dtype}, not {', '.join(POOL_TYPES)}")
+    tiles = tiles or _default_tiles(layout)
+    if layout.head_dim > (largest := HEAD_DIMS[tiles.instruction]):
+        raise NotImplementedError(f"head_dim={layout.head_dim}: at most {largest} with {tiles.instruction}")
     for num_keys in (tiles.decode_keys, tiles.chunk_keys):
         if not fits_tiles(num_keys, layout.block_size):
             raise NotImplementedError(
@@ -107,27 +117,29 @@ def attend(
     sinks=None,
     k_scale=None,
     v_scale=None,
-    tiles: GpuTiles = DEFAULT_TILES,
+    tiles: GpuTiles | None = None,
     interpret=False,
 ):
     """See `api.paged_attention`.  `interpret` takes InterpretGPUParams in tests."""
     tokens = metadata.tokens
     pool = write_tokens(pool, layer, tokens.block, tokens.offset, pack(k, v, layout, k_scale, v_scale))
+    tiles = tiles or _default_tiles(layout)
     static = {"layout": layout, "spec": spec, "tiles": tiles, "interpret": interpret}
 
     num_tokens, num_heads, _ = q.shape
     per_head = lambda scale: jnp.repeat(jnp.broadcast_to(scale, layout.num_kv_heads), num_heads // layout.num_kv_heads)
-    wide_q = q if k_scale is None else q.astype(jnp.float32) * per_head(k_scale)[:, None]
-    wide_q = jnp.pad(wide_q.astype(layout.dtype), ((0, 0), (0, 0), (0, layout.lanes - layout.head_dim)))
+    wide_q = jnp.pad(q.astype(compute_type(layout)), ((0, 0), (0, 0), (0, layout.lanes - layout.head_dim)))
+    logit_scales = jnp.broadcast_to(jnp.float32(spec.scale) * (1 if k_scale is None else k_scale), layout.num_kv_heads)
 
     num_candidates = min(metadata.tables.shape[0], num_tokens)  # a decode's row and flat token have the same number
     candidates = metadata.tables[:num_candidates], metadata.decode_lens[:num_candidates]
-    out, log_sum = decode_attention(wide_q[:num_candidates], pool, layer, *candidates, **static)
+    out, log_sum = decode_attention(wide_q[:num_candidates], pool, layer, logit_scales, *candidates, **static)
     if not spec.decode_only:
         group = num_heads // layout.num_kv_heads
         size = tokens_per_tile(tiles, group)
         chunks = metadata.query_tiles[size]
-        chunked, chunk_log_sum = attend_chunks(wide_q, pool, layer, metadata.tables, metadata.kv_lens, chunks, **static)
+        geometry = metadata.tables, metadata.kv_lens, chunks
+        chunked, chunk_log_sum = attend_chunks(wide_q, pool, layer, logit_scales, *geometry, **static)
         is_decode = jnp.arange(num_tokens)[:, None] < metadata.num_decodes
         padding = ((0, num_tokens - num_candidates), (0, 0))
         out = jnp.where(is_decode[..., None], jnp.pad(out, (*padding, (0, 0))), chunked)
@@ -142,9 +154,17 @@ def attend(
     return jnp.where(is_live, out[..., : layout.head_dim], 0).astype(q.dtype), pool
 
 
-def _compute_capability() -> str | None:
-    """Of the GPUs of this process; None where there are none, as when compiling for one or interpreting."""
+def compute_capability() -> str:
+    """Of the GPUs of this process; where there are none, as when compiling for one or interpreting, the assumed one."""
     try:
-        return getattr(jax.devices("gpu")[0], "compute_capability", None)
+        return getattr(jax.devices("gpu")[0], "compute_capability", assumed_compute_capability)
     except RuntimeError:
-        return None
+        return assumed_compute_capability
+
+
+assumed_compute_capability = "9.0"
+"""Set by `pallas_kernels.targets` for the target that a process compiles for."""
+
+
+def _default_tiles(layout: PoolLayout) -> GpuTiles:
+    return default_tiles(layout, INSTRUCTIONS[compute_capability()])

@@ -32,22 +32,23 @@ from pallas_kernels.paged_attention.mosaic_gpu_ops import (
     WARPGROUP_ROWS,
     Ops,
     clear_rows_from,
+    columns_of,
     i32,
     store_untiled,
+    strip_sizes,
+    tensor_memory,
     tiled_buffer,
 )
-from pallas_kernels.paged_attention.mosaic_gpu_tiles import GpuTiles, blocks_per_tile
-
-COLUMNS = 64
-"""The output leaves in parts of this many lanes: a whole one would cost the room for a second program on the core."""
+from pallas_kernels.paged_attention.mosaic_gpu_tiles import GpuTiles, blocks_per_tile, is_narrow
 
 
 # Traced and lowered once a program, however many layers call it: a second each otherwise.
 @functools.partial(jax.jit, static_argnames=("layout", "spec", "tiles", "interpret"))
 def decode_attention(
-    q: jax.Array,  # [R, N, lanes], of the pool's type
+    q: jax.Array,  # [R, N, lanes], of the type that is computed with
     pool: jax.Array,  # [L, B, K, 2, P, lanes]
     layer: jax.Array | int,  # i32[]
+    logit_scales: jax.Array,  # f32[K]
     tables: jax.Array,  # i32[R, max_blocks]
     lens: jax.Array,  # i32[R]: 0 for rows that are no decode
     *,
@@ -68,8 +69,12 @@ def decode_attention(
     q_RKGH = q_RKGH.reshape(num_rows, layout.num_kv_heads * num_parts, part, lanes)
     q_RKGH = jnp.pad(q_RKGH, ((0, 0), (0, 0), (0, group_rows - part), (0, 0)))
     num_copies = blocks_per_tile(tiles.decode_keys, layout.block_size)
-    geometry = _Geometry(layout.block_size, tiles, num_splits, num_parts, group_rows, lanes, spec, pool.shape[1])
-    key_tiles = tiled_buffer(tiles.decode_stages, tiles.decode_keys, lanes, dtype=pool.dtype)
+    sizes = num_splits, num_parts, group_rows, lanes
+    geometry = _Geometry(layout.block_size, tiles, *sizes, spec, pool.shape[1], is_narrow(layout))
+    buffer = functools.partial(tiled_buffer, swizzle=tiles.swizzle_bytes)
+    key_tiles = buffer(tiles.decode_stages, tiles.decode_keys, lanes, dtype=pool.dtype)
+    has_tensor_memory = tiles.instruction == "tcgen05" and not interpret
+    strips = strip_sizes(lanes, tiles.strip_lanes)
     kernel = plgpu.kernel(
         functools.partial(_kernel, geometry=geometry, ops=Ops(bool(interpret))),
         out_type=(
@@ -79,21 +84,23 @@ def decode_attention(
         grid=(num_rows, layout.num_kv_heads * num_parts, num_splits),
         grid_names=("row", "head", "split"),
         scratch_types=[
-            tiled_buffer(WARPGROUP_ROWS, lanes, dtype=q.dtype),
+            buffer(WARPGROUP_ROWS, lanes, dtype=q.dtype),
             key_tiles,
             key_tiles,
-            tiled_buffer(WARPGROUP_ROWS, tiles.decode_keys, dtype=q.dtype),
-            plgpu.SMEM((WARPGROUP_ROWS, COLUMNS), jnp.float32),
+            buffer(WARPGROUP_ROWS, tiles.decode_keys, dtype=q.dtype),
+            plgpu.SMEM((WARPGROUP_ROWS, tiles.decode_columns), jnp.float32),
             plgpu.SMEM((WARPGROUP_ROWS,), jnp.float32),
             plgpu.Barrier(),
             plgpu.Barrier(num_arrivals=num_copies, num_barriers=tiles.decode_stages),
             plgpu.Barrier(num_arrivals=num_copies, num_barriers=tiles.decode_stages),
+            *([buffer(tiles.decode_keys, lanes, dtype=q.dtype)] if is_narrow(layout) else []),
+            *(tensor_memory(tiles.decode_keys, strips) if has_tensor_memory else []),
         ],
         compiler_params=COMPILER_PARAMS,
         interpret=interpret,
         kernel_name="jserve_decode",
     )
-    out, log_sum = kernel(q_RKGH, pool, tables, lens, jnp.reshape(i32(layer), (1,)))
+    out, log_sum = kernel(q_RKGH, pool, tables, lens, logit_scales, jnp.reshape(i32(layer), (1,)))
     out, log_sum = _join_splits(out[:, :, :, :part], log_sum[..., :part])  # [R, K * parts, part, ...]
     out = out.reshape(num_rows, layout.num_kv_heads, -1, lanes)[:, :, :group]
     log_sum = log_sum.reshape(num_rows, layout.num_kv_heads, -1)[:, :, :group]
@@ -110,6 +117,7 @@ class _Geometry:
     lanes: int
     spec: AttentionSpec
     num_blocks: int
+    is_narrow: bool
 
 
 def _kernel(
@@ -117,6 +125,7 @@ def _kernel(
     pool,  # [L, B, K, 2, P, lanes]
     tables,  # i32[R, max_blocks]
     lens,  # i32[R]
+    logit_scales,  # f32[K]
     layer,  # i32[1]
     out,  # f32[R, K * parts, splits, group_rows, lanes]
     log_sum,  # f32[R, K * parts, splits, group_rows], base 2
@@ -124,15 +133,18 @@ def _kernel(
     key_tiles,  # [stages, keys, lanes]
     value_tiles,  # [stages, keys, lanes]
     weights_tile,  # [64, keys]
-    out_tile,  # f32[64, COLUMNS]
+    out_tile,  # f32[64, decode_columns]
     log_sum_tile,  # f32[64]
     q_arrived,
     keys_arrived,  # [stages]
     values_arrived,  # [stages]
-    *,
+    *more,  # [keys, lanes] that 8-bit keys, then values, are widened into; tensor memory
     geometry: _Geometry,
     ops: Ops,
 ):
+    wide_tile, tensor_scratch = (more[0], more[1:]) if geometry.is_narrow else (None, more)
+    if tensor_scratch:
+        ops = ops.with_memory(tensor_scratch)
     spec, tiles, lanes, num_splits = geometry.spec, geometry.tiles, geometry.lanes, geometry.num_splits
     num_keys, stages = tiles.decode_keys, tiles.decode_stages
     row, head, split = lax.axis_index("row"), lax.axis_index("head"), lax.axis_index("split")
@@ -167,12 +179,20 @@ def _kernel(
 
         plgpu.barrier_wait(q_arrived)
 
+    def widened(narrow_tile):
+        if wide_tile is None:
+            return narrow_tile
+        ops.widen(narrow_tile, wide_tile)
+        return wide_tile
+
+    logit_scale = logit_scales[kv_head]
+
     def body(t, carry):
-        accumulator, largest, total = carry
+        strips, largest, total = carry
         slot = lax.rem(t, i32(stages))
         following = sources(t + stages)  # asked for early: its way from memory is hidden by the tile's work
         plgpu.barrier_wait(keys_arrived.at[slot])
-        logits = scaled_logits(ops.matmul_transposed(q_tile, key_tiles.at[slot]), spec)
+        logits = scaled_logits(ops.matmul_transposed(q_tile, widened(key_tiles.at[slot])), spec, logit_scale)
         position = ops.iota((WARPGROUP_ROWS, num_keys), 1) + (start + t) * num_keys
         visible = position < length
         if spec.sliding_window is not None:
@@ -182,33 +202,32 @@ def _kernel(
         weights_tile[...] = weights.astype(weights_tile.dtype)
         plgpu.commit_smem()
         plgpu.barrier_wait(values_arrived.at[slot])
+        values = widened(value_tiles.at[slot])
         num_valid = length - (start + t) * num_keys
 
         @pl.when(num_valid < num_keys)
         def _():
-            clear_rows_from(ops, value_tiles.at[slot], num_valid)
+            clear_rows_from(ops, values, num_valid)
 
-        accumulator = accumulator * lax.broadcast_in_dim(factor, (WARPGROUP_ROWS, lanes), [0])
-        accumulator = accumulator + ops.matmul(weights_tile, value_tiles.at[slot])
+        strips = ops.accumulate(strips, factor, weights_tile, values)
 
         @pl.when(t + stages < count)
         def _():
             fetch(slot, following)
 
-        return accumulator, largest, total
+        return strips, largest, total
 
-    nothing = (
-        ops.full((WARPGROUP_ROWS, lanes), 0.0), ops.full((WARPGROUP_ROWS,), MASKED), ops.full((WARPGROUP_ROWS,), 0.0)
-    )  # fmt: skip
-    accumulator, largest, total = lax.fori_loop(i32(0), count, body, nothing)
+    nothing = ops.zero_strips(lanes, tiles.strip_lanes), ops.full((WARPGROUP_ROWS,), MASKED), ops.full((WARPGROUP_ROWS,), 0.0)
+    strips, largest, total = lax.fori_loop(i32(0), count, body, nothing)
 
     divisor = jnp.where(total > 0, total, 1.0)
-    result = accumulator / lax.broadcast_in_dim(divisor, (WARPGROUP_ROWS, lanes), [0])
     store_untiled(log_sum_tile, jnp.where(total > 0, largest + jnp.log2(divisor), MASKED))
-    for first in range(0, lanes, COLUMNS):
-        store_untiled(out_tile, result[:, first : first + COLUMNS])
+    columns = tiles.decode_columns
+    for first in range(0, lanes, columns):
+        result = columns_of(strips, first, columns)
+        store_untiled(out_tile, result / lax.broadcast_in_dim(divisor, result.shape, [0]))
         plgpu.commit_smem()
-        destination = out.at[row, head, split, :, pl.ds(first, COLUMNS)]
+        destination = out.at[row, head, split, :, pl.ds(first, columns)]
         plgpu.copy_smem_to_gmem(out_tile.at[pl.ds(0, geometry.group_rows)], destination)
         if first == 0:
             plgpu.copy_smem_to_gmem(log_sum_tile.at[pl.ds(0, geometry.group_rows)], log_sum.at[row, head, split])
@@ -244,11 +263,11 @@ def copy_tile(pool, layer, head, plane: int, found, destination, arrived, block_
             plgpu.copy_gmem_to_smem(source.at[part], destination, arrived)
 
 
-def scaled_logits(products: jax.Array, spec: AttentionSpec) -> jax.Array:
-    """q.k products -> logits times log2(e), for exp2."""
+def scaled_logits(products: jax.Array, spec: AttentionSpec, scale: jax.Array) -> jax.Array:
+    """q.k products -> logits times log2(e), for exp2.  `scale` f32[] is the spec's times that of the stored keys."""
     if spec.soft_cap is None:
-        return products * (spec.scale * LOG2_E)
-    return jnp.tanh(products * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2_E)
+        return products * (scale * LOG2_E)
+    return jnp.tanh(products * (scale * (1 / spec.soft_cap))) * (spec.soft_cap * LOG2_E)
 
 
 def online_softmax(logits: jax.Array, total: jax.Array, largest: jax.Array):

@@ -1,8 +1,12 @@
 """GPU kernels under the GPU interpreter, against the float32 reference; every unowned slot of the pool is NaN.
 
-Error bound: bfloat16 0.02 (outputs of about 1 have steps of 2**-8, and weights are rounded once before the value matmul).
+Error bounds, for outputs of about 1, against the reference that reads the same pool.  A pool of bfloat16 or int8 is computed
+with in bfloat16: 0.02 (outputs have steps of 2**-8, weights are rounded once before the value matmul).  A pool of float16 or
+fp8 is computed with in float16, whose steps are an eighth: 0.004 with float32 queries.  Values of 8 bits enter exactly and
+scales are applied in float32, so what 8 bits cost is what storing costs (`_to_storage`, tested in test_paged_attention.py).
 """
 
+import re
 from dataclasses import replace
 
 import jax
@@ -19,12 +23,15 @@ from pallas_kernels.paged_attention.mosaic_gpu_tiles import GpuTiles  # noqa: E4
 from tests.support.gpu_interpreter import RACES, check, compile_threads_once, make_inputs  # noqa: E402
 
 BFLOAT16 = 0.02
+FLOAT16 = 0.004
+BOUNDS = {"float16": FLOAT16, "int8": BFLOAT16, "float8_e4m3fn": FLOAT16, "float8_e5m2": FLOAT16}
 
 
 @pytest.fixture(autouse=True)
 def quick_interpreter(monkeypatch):
     compile_threads_once(monkeypatch)
     mosaic_gpu_decode.decode_attention.clear_cache()  # a planted bug must be traced
+    mosaic_gpu_chunk.attend_chunks.clear_cache()
 
 
 def decodes(heads: Heads, lengths, block_size: int = 16) -> Case:
@@ -54,6 +61,34 @@ def test_decode_with_blocks_larger_than_a_tile_soft_cap_and_sinks():
     check(make_inputs(decodes(heads, [1, 127, 128, 129, 700], block_size=128)), BFLOAT16)
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_decode_of_pools_of_other_types(dtype):
+    case = decodes(Heads(3, 1, 80 if dtype == "int8" else 64), [0, 1, 64, 81])
+    check(make_inputs(case, dtype=dtype, compute_dtype="float32"), BOUNDS[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_mixed_step_of_8_bits_with_a_scale_per_head(dtype):
+    """Chunks of several tiles of keys, so that slots are used again; the last tile is cleared of what no token has reached."""
+    case = mixed(Heads(4, 2, 64), [20], [(3, 5), (140, 20)], padding=0)
+    check(make_inputs(case, dtype=dtype, compute_dtype="float32"), BOUNDS[dtype], tiles=GpuTiles(chunk_warpgroups=1))
+
+
+def test_heads_of_256_in_decodes_and_chunks():
+    check(make_inputs(mixed(Heads(2, 1, 256, sliding_window=100), [1, 130], [(120, 12)], padding=0)), BFLOAT16)
+
+
+def test_chunk_of_8_bits_and_heads_of_256():
+    case = mixed(Heads(1, 1, 256), [], [(130, 5)], padding=1)
+    check(make_inputs(case, dtype="float8_e4m3fn", compute_dtype="float32"), FLOAT16)
+
+
+def test_blackwell_kernels_in_a_mixed_step():
+    """Weights through shared memory, output in strips.  The interpreter's products are plain: tcgen05 is the compiler's."""
+    case = mixed(Heads(2, 1, 128), [70], [(60, 12)], padding=0)
+    check(make_inputs(case), BFLOAT16, tiles=GpuTiles("tcgen05", chunk_warpgroups=1))
+
+
 def test_more_query_heads_than_a_tile_has_rows():
     check(make_inputs(mixed(Heads(71, 1, 64), [40], [(15, 2)], padding=0)), BFLOAT16)
 
@@ -78,12 +113,13 @@ def test_scales_of_keys_and_values():
     check(replace(inputs, extras=scales), BFLOAT16)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 @pytest.mark.parametrize("case", [
     decodes(Heads(1, 1, 64), [200]), mixed(Heads(1, 1, 64), [], [(150, 10)], padding=0)
 ], ids=["decode", "chunk"])  # fmt: skip
-def test_no_races(case):
+def test_no_races(case, dtype):
     """Slots are filled and read several times."""
-    check(make_inputs(case), BFLOAT16, interpret=RACES, tiles=GpuTiles(chunk_warpgroups=1))
+    check(make_inputs(case, dtype=dtype), BFLOAT16, interpret=RACES, tiles=GpuTiles(chunk_warpgroups=1))
 
 
 class TestPlantedBugs:
@@ -105,10 +141,26 @@ class TestPlantedBugs:
         with pytest.raises(Exception, match="(?i)race|NaN|barrier"):
             check(self.inputs(), BFLOAT16, interpret=RACES)
 
-    def test_values_beyond_the_end_not_cleared(self, monkeypatch):
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+    def test_values_beyond_the_end_not_cleared(self, monkeypatch, dtype):
         monkeypatch.setattr(mosaic_gpu_decode, "clear_rows_from", lambda *_: None)
         with pytest.raises(AssertionError, match="NaN"):
-            check(self.inputs(), BFLOAT16)
+            check(make_inputs(self.inputs().case, dtype=dtype), BFLOAT16)
+
+    def test_chunk_values_beyond_the_end_not_cleared_after_widening(self, monkeypatch):
+        monkeypatch.setattr(mosaic_gpu_chunk, "clear_rows_from", lambda *_: None)
+        case = mixed(Heads(1, 1, 64), [], [(60, 10)], padding=0)
+        with pytest.raises(AssertionError, match="NaN"):
+            check(make_inputs(case, dtype="float8_e4m3fn"), BFLOAT16, tiles=GpuTiles(chunk_warpgroups=1))
+
+    def test_scale_of_another_head(self):
+        inputs = make_inputs(decodes(Heads(2, 2, 64), [70]), dtype="int8")
+        for name in ("k_scale", "v_scale"):
+            scale = inputs.extras[name] * jnp.array([1.0, 4.0])
+            read_with = replace(inputs, extras=inputs.extras | {name: scale})
+            swapped = replace(inputs, extras=inputs.extras | {name: scale[::-1]})
+            with pytest.raises(AssertionError, match="Not equal to tolerance"):
+                check(swapped, BFLOAT16, reference=read_with)
 
     def test_wrong_block(self, monkeypatch):
         real = mosaic_gpu.prepare
@@ -161,26 +213,35 @@ def test_row_longer_than_its_table_is_padding():
 class TestChoice:
     SPEC = AttentionSpec(1.0)
 
-    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
-    def test_hopper_kernels_serve_bfloat16(self, head_dim):
-        assert choose("gpu", layout("gpu", 8, head_dim, 64, "bfloat16"), self.SPEC) == "mosaic_gpu"
+    @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+    @pytest.mark.parametrize("dtype", ["bfloat16", *BOUNDS])
+    def test_hopper_kernels_serve(self, head_dim, dtype):
+        assert choose("gpu", layout("gpu", 8, head_dim, 64, dtype), self.SPEC) == "mosaic_gpu"
 
     @pytest.mark.parametrize(("fields", "reason"), [
-        ((8, 256, 64, "bfloat16"), "head_dim=256: at most 128"),
-        ((8, 128, 64, "float32"), "a pool of float32, not bfloat16"),
+        ((8, 512, 64, "bfloat16"), "head_dim=512: at most 256 with wgmma"),
+        ((8, 128, 64, "float32"), "a pool of float32, not bfloat16, float16, int8"),
         ((8, 128, 48, "bfloat16"), "block_size=48: a multiple of 8 that divides the 64 keys of a tile"),
-    ], ids=["head of 256", "float32", "block of 48"])  # fmt: skip
-    def test_what_they_cannot_serve_falls_back_unless_it_was_asked_for(self, fields, reason):
+    ], ids=["head of 512", "float32", "block of 48"])  # fmt: skip
+    def test_what_they_cannot_serve_falls_back_unless_it_was_asked_for(self, fields, reason, caplog):
         refused = layout("gpu", *fields)
-        assert choose("gpu", refused, self.SPEC) == "xla"
+        with caplog.at_level("INFO"):
+            assert choose("gpu", refused, self.SPEC) == "xla"
+        assert re.search(f"attention on gpu.* by xla; not by mosaic_gpu: {reason}", caplog.text)
         with pytest.raises(NotImplementedError, match=reason):
             choose("gpu", refused, self.SPEC, "mosaic_gpu")
 
+    def test_blackwell_serves_heads_up_to_128(self, monkeypatch):
+        monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: "10.0")
+        assert choose("gpu", layout("gpu", 8, 128, 64, "int8"), self.SPEC) == "mosaic_gpu"
+        with pytest.raises(NotImplementedError, match="head_dim=256: at most 128 with tcgen05"):
+            choose("gpu", layout("gpu", 8, 256, 64, "bfloat16"), self.SPEC, "mosaic_gpu")
+
     def test_other_cards_fall_back(self, monkeypatch):
-        monkeypatch.setattr(mosaic_gpu, "_compute_capability", lambda: "8.0")
+        monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: "8.0")
         served = layout("gpu", 8, 128, 64, "bfloat16")
         assert choose("gpu", served, self.SPEC) == "xla"
-        with pytest.raises(NotImplementedError, match="compute capability 8.0: the kernels are written for 9.0"):
+        with pytest.raises(NotImplementedError, match="compute capability 8.0: the kernels are written for 9.0 and 10.0"):
             choose("gpu", served, self.SPEC, "mosaic_gpu")
 
     def test_tiles_beyond_shared_memory_are_refused_with_their_size(self):

@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
 from pallas_kernels.paged_attention import mosaic_gpu, paged_attention, prepare
 from pallas_kernels.paged_attention.cases import Case, Inputs, build
-from pallas_kernels.paged_attention.mosaic_gpu_tiles import DEFAULT_TILES, GpuTiles
+from pallas_kernels.paged_attention.mosaic_gpu_tiles import GpuTiles
 
 PLAIN = InterpretGPUParams()
 # With one TMA thread (the default) a wait for any barrier would count as a wait for every earlier copy.
@@ -35,7 +35,7 @@ def make_inputs(case: Case, **options) -> Inputs:
     return build(case, "gpu", **(arguments | options))
 
 
-def run_kernel(inputs: Inputs, interpret=PLAIN, tiles: GpuTiles = DEFAULT_TILES, spec=None):
+def run_kernel(inputs: Inputs, interpret=PLAIN, tiles: GpuTiles | None = None, spec=None):
     """(out, pool) of the GPU kernels.  RaceFound if the detector fired."""
     spec = spec or inputs.case.spec
 
@@ -69,15 +69,15 @@ def run_reference(inputs: Inputs) -> tuple[np.ndarray, jax.Array]:
     return np.asarray(out), pool
 
 
-def check(inputs: Inputs, tolerance: float, **options) -> None:
+def check(inputs: Inputs, tolerance: float, reference: Inputs | None = None, **options) -> None:
     """Live rows are the reference's, padding rows are 0, and the pool is bit for bit the reference's but for the dead block."""
     out, pool = run_kernel(inputs, **options)
-    expected, expected_pool = run_reference(inputs)
+    expected, expected_pool = run_reference(reference or inputs)
     out = np.asarray(out.astype(jnp.float32))
     assert np.isfinite(out).all(), "NaN reached an output"
     assert not out[~inputs.live].any()
     np.testing.assert_allclose(out[inputs.live], expected[inputs.live], atol=tolerance, rtol=0)
-    np.testing.assert_array_equal(*(np.asarray(x).view(np.uint16)[:, 1:] for x in (pool, expected_pool)))
+    np.testing.assert_array_equal(*(np.asarray(x).view(f"u{x.dtype.itemsize}")[:, 1:] for x in (pool, expected_pool)))
 
 
 def compile_threads_once(monkeypatch) -> None:
