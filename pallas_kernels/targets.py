@@ -159,13 +159,13 @@ _mosaic_gpu_is_told: tuple[int, int] | None = None
 
 
 def step_compiler_options(target: str) -> dict[str, str]:
-    """XLA options of a whole step; the one place where they are named.
+    """XLA options of a whole step on a target, or on devices of that kind; the one place where they are named.
 
     tpu7x: a scan over stacked 16-bit weights re-lays-out all of them each step (1.6 GiB of temporaries for an 8B
     model on 8 devices) unless second-minor tiles of 16 rows are turned off.  The flag is undocumented; tests/compile
     guards it by asserting the temporaries' size.
     """
-    if target.startswith("tpu7x"):
+    if target.lower().startswith("tpu7x"):
         return {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"}
     return {}
 

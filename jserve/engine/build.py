@@ -23,10 +23,11 @@ from jserve.engine.tier_end import keep_cached
 from jserve.kv import BlockManager
 from jserve.kv.block_keys import root_key
 from jserve.metrics import Histograms, RequestCounts
-from jserve.models.config import ModelConfig
+from jserve.models.config import ModelConfig, ModelError
 from jserve.models.inputs import attention_spec
 from jserve.models.registry import model_code
-from jserve.models.spec import num_parameters
+from jserve.models.spec import num_parameters, shapes
+from jserve.parallel.placement import Placement, on_devices
 from jserve.runner.bundle import Bundle, open_bundle
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, make_compile_plan
 from jserve.runner.compiler import CompileCounter
@@ -43,6 +44,8 @@ from jserve.scheduler.policies import parse_weights
 from jserve.tiers.disk_store import DiskStore
 from jserve.tokenizer import Tokenizer, TokenizerError, from_folder, from_gguf
 from jserve.weights import manifest
+from jserve.weights.checkpoint import Checkpoint, open_checkpoint
+from jserve.weights.errors import WeightsError
 from jserve.weights.load import LoadedModel, load_model
 from pallas_kernels.paged_attention import PoolLayout, choose, layout
 
@@ -78,31 +81,84 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
     config = resolve_automatic(config, platform)
     if config.model.verify:
         manifest.verify(Path(config.model.path), lambda done, total: report.progress("verify weights", done, total))
-    report.line(f"loading {config.model.path} as {config.model.dtype} on {platform}")
+    placement = place(config)
+    report.line(f"loading {config.model.path} as {config.model.dtype} on {describe(placement)}")
+    checkpoint = open_checkpoint(config.model.path)
+    config, _ = check_model_fits(checkpoint, config, placement)
     model = load_model(
-        config.model.path,
+        checkpoint,
         config.model.dtype,
-        quantize=None if config.model.quantize == "none" else config.model.quantize,
+        quantize=_quantize(config),
         context_length=config.model.context_length,
+        placement=placement,
         progress=lambda done, total: report.progress("load weights", done, total),
     )
-    return assemble_engine(config, model, load_tokenizer(model), report)
+    return assemble_engine(config, model, load_tokenizer(model), report, placement)
 
 
-def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, report: Report) -> AsyncEngine:
+def place(config: Config) -> Placement:
+    """The devices that share the model.  ConfigError where there are fewer."""
+    wanted, devices = config.parallel.tensor_parallel_size, jax.local_devices()
+    if wanted > len(devices):
+        raise ConfigError(
+            f"parallel.tensor_parallel_size = {wanted}: this machine has {len(devices)} {devices[0].device_kind} devices"
+        )
+    return on_devices(devices[:wanted])
+
+
+def describe(placement: Placement) -> str:
+    platform, count = placement.devices[0].platform, placement.num_shards
+    return platform if count == 1 else f"{count} {platform} devices"
+
+
+def check_model_fits(
+    checkpoint: Checkpoint, config: Config, placement: Placement, device_bytes: int | None = None
+) -> tuple[Config, MemoryPlan]:
+    """Refuses, before weights are read, a model that does not divide or does not fit.
+
+    Returns:
+      The config with its block size, and the memory plan as far as it can be told without the weights.
+    Raises:
+      ConfigError, WeightsError: with the numbers.
+    """
+    try:
+        model = checkpoint.config.with_context_length(config.model.context_length)
+        code = model_code(model)
+    except ModelError as error:
+        raise WeightsError(f"{checkpoint.path}: {error}") from None
+    try:
+        shard = model.shard(placement.num_shards, placement.axis)
+    except ModelError as error:
+        raise ConfigError(f"parallel.{error}") from None
+    config = resolve_block_size(config, shard, placement.devices[0].platform)
+    specs = code.param_specs(model, config.model.dtype, placement.num_shards, _quantize(config))
+    weight_bytes = placement.bytes_per_device(shapes(specs, placement))
+    plan = make_compile_plan(config)
+    return config, size_pool(
+        model, weight_bytes, config, placement, plan, is_loaded=False, device_bytes=device_bytes
+    )
+
+
+def _quantize(config: Config) -> str | None:
+    return None if config.model.quantize == "none" else config.model.quantize
+
+
+def assemble_engine(
+    config: Config, model: LoadedModel, tokenizer: Tokenizer, report: Report, placement: Placement
+) -> AsyncEngine:
     """A started engine around a model in memory; `config` is resolved."""
-    platform = jax.default_backend()
     counter = CompileCounter(forbid=config.compile.forbid_compile)
     plan = make_compile_plan(config)
-    layouts = pool_layouts(model.config, config, platform)
+    layouts = pool_layouts(model.config, config, placement)
     bundle = None if config.compile.bundle is None else open_bundle(config.compile.bundle)
     if bundle is not None and config.kv.num_blocks is None and config.kv.memory_bytes is None:
         config = config.replace("kv", num_blocks=bundle.num_blocks)  # what its programs were made for
-    memory = size_pool(model, config, platform, layouts, plan)
+    memory = size_pool(model.config, placement.bytes_per_device(model.params), config, placement, plan)
     report.line(str(memory))
-    num_host_blocks = count_host_blocks(config, memory)
+    bytes_per_block = memory.bytes_per_block * placement.num_shards  # of all devices
+    num_host_blocks = count_host_blocks(config, memory.num_blocks * bytes_per_block, bytes_per_block)
     if num_host_blocks:
-        size = num_host_blocks * memory.bytes_per_block
+        size = num_host_blocks * bytes_per_block
         report.line(f"host memory: {num_host_blocks} blocks = {size / 2**30:.2f} GiB for swapping and cached prefixes")
     disk = open_disk(config, num_host_blocks, report)
 
@@ -123,7 +179,9 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
         layouts=repr([(one, group.num_layers) for one, group in zip(layouts, model.config.layer_groups)]),
     )
     blocks = kv.make(key, disk)
-    programs = make_programs(model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size, num_host_blocks)
+    programs = make_programs(
+        model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size, num_host_blocks, placement
+    )
     if plan.num_slots < config.scheduler.max_num_seqs:
         report.line(
             f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs}: {plan.num_slots} run at once, as every step has a"
@@ -133,7 +191,7 @@ def assemble_engine(config: Config, model: LoadedModel, tokenizer: Tokenizer, re
     runner = _ready_runner(config, programs, model, blocks, bundle, report)
     if disk is not None:
         disk.attach(runner.host_blocks.bytes_of)
-    return _wire(config, model, tokenizer, plan, memory, kv, blocks, disk, runner, counter, programs.implementation)
+    return _wire(config, model, tokenizer, plan, memory, kv, blocks, disk, runner, counter, programs)
 
 
 def _ready_runner(
@@ -141,7 +199,7 @@ def _ready_runner(
 ) -> ModelRunner:
     """A runner whose programs have run once.  Where executables of an earlier start fail, all are compiled again."""
     params = programs.serve_params(model.params)
-    facts = {**environment_facts(jax.devices()[0]), **programs.facts(params)}
+    facts = {**environment_facts(programs.placement.devices[0]), **programs.facts(params)}
     if bundle is None:
         phase, store = "compile", ExecutableStore(os.path.join(config.compile.cache_dir, "executables"), fingerprint(facts))
     else:
@@ -184,7 +242,7 @@ def resolve_automatic(config: Config, platform: str) -> Config:
         config = config.replace(section, **{k: v for k, v in values.items() if getattr(current, k) is None})
 
     default("model", dtype="float32" if on_cpu else "bfloat16")
-    default("kv", block_size=32 if on_cpu else 64, dtype="float32" if on_cpu else config.model.dtype)
+    default("kv", dtype="float32" if on_cpu else config.model.dtype)
     default("scheduler", max_num_batched_tokens=512 if on_cpu else 2048, max_num_seqs=64 if on_cpu else 256)
     default("compile", num_threads=os.cpu_count() or 1)
     for key, value in (("model.dtype", config.model.dtype), ("kv.dtype", config.kv.dtype)):
@@ -193,11 +251,13 @@ def resolve_automatic(config: Config, platform: str) -> Config:
     if config.model.quantize not in ("none", "int8"):
         raise ConfigError(f"model.quantize = {config.model.quantize!r}: one of none, int8")
     positive = {
-        "kv.block_size": config.kv.block_size,
+        "parallel.tensor_parallel_size": config.parallel.tensor_parallel_size,
         "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
         "scheduler.max_num_seqs": config.scheduler.max_num_seqs,
         "compile.num_threads": config.compile.num_threads,
     }
+    if config.kv.block_size is not None:
+        positive["kv.block_size"] = config.kv.block_size
     for key, value in positive.items():
         if value < 1:
             raise ConfigError(f"{key} = {value}: must be at least 1")
@@ -212,13 +272,19 @@ def resolve_automatic(config: Config, platform: str) -> Config:
         raise ConfigError(f"kv.disk_bytes = {config.kv.disk_bytes}: must be 0 or more")
     if (config.kv.host_memory_bytes or 0) < 0:
         raise ConfigError(f"kv.host_memory_bytes = {config.kv.host_memory_bytes}: must be 0 or more")
-    if config.parallel.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"parallel.tensor_parallel_size = {config.parallel.tensor_parallel_size}: only 1 is built"
-        )
     if config.model.generation_config not in ("auto", "none"):
         raise ConfigError(f"model.generation_config = {config.model.generation_config!r}: auto or none")
     return config
+
+
+def resolve_block_size(config: Config, shard: ModelConfig, platform: str) -> Config:
+    """Fills kv.block_size; `shard` is the part of the model that one device runs."""
+    if config.kv.block_size is not None:
+        return config
+    if platform == "cpu":
+        return config.replace("kv", block_size=32)
+    # A block of a single head is so small a copy that its start shows.
+    return config.replace("kv", block_size=128 if platform == "tpu" and shard.num_kv_heads == 1 else 64)
 
 
 def read_generation_defaults(config: Config, model: LoadedModel) -> dict[str, float]:
@@ -277,33 +343,52 @@ def load_tokenizer(model: LoadedModel) -> Tokenizer:
     return tokenizer
 
 
-def pool_layouts(model: ModelConfig, config: Config, platform: str) -> tuple[PoolLayout, ...]:
-    """One pool layout per layer group."""
-    one = layout(platform, model.num_kv_heads, model.head_dim, config.kv.block_size, jnp.dtype(config.kv.dtype))
+def pool_layouts(model: ModelConfig, config: Config, placement: Placement) -> tuple[PoolLayout, ...]:
+    """One pool layout per layer group, of the part that one device has."""
+    shard, platform = model.shard(placement.num_shards, placement.axis), placement.devices[0].platform
+    one = layout(platform, shard.num_kv_heads, shard.head_dim, config.kv.block_size, jnp.dtype(config.kv.dtype))
     return (one,) * len(model.layer_groups)
 
 
 def size_pool(
-    model: LoadedModel, config: Config, platform: str, layouts: tuple[PoolLayout, ...], plan: CompilePlan
+    model: ModelConfig,
+    weight_bytes: int,
+    config: Config,
+    placement: Placement,
+    plan: CompilePlan,
+    *,
+    is_loaded: bool = True,
+    device_bytes: int | None = None,
 ) -> MemoryPlan:
-    """How many blocks the pool gets."""
-    device = jax.devices()[0]
-    on_cpu = platform == "cpu"
+    """How many blocks the pool gets, of each device's memory alike.
+
+    Args:
+      weight_bytes: of one device.
+      is_loaded: whether the weights are in memory already, which shows on a CPU only.
+      device_bytes: of one device; None: it is asked.
+    """
+    platform = placement.devices[0].platform
+    if device_bytes is None and platform == "cpu":  # devices of one host's memory
+        device_bytes = available_host_bytes() // placement.num_shards - (0 if is_loaded else weight_bytes)
+    elif device_bytes is None:
+        device_bytes = min(device.memory_stats()["bytes_limit"] for device in placement.devices)
+    layouts = pool_layouts(model, config, placement)
     return plan_memory(
         config.kv,
         platform=platform,
-        device_bytes=available_host_bytes() if on_cpu else device.memory_stats()["bytes_limit"],
-        weight_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.params)),
-        activation_bytes=activation_bytes(model.config, plan),
+        device_bytes=device_bytes,
+        weight_bytes=weight_bytes,
+        activation_bytes=activation_bytes(model.shard(placement.num_shards, placement.axis), plan),
         bytes_per_block=sum(
-            layout.bytes_per_block(group.num_layers) for layout, group in zip(layouts, model.config.layer_groups)
+            layout.bytes_per_block(group.num_layers) for layout, group in zip(layouts, model.layer_groups)
         ),
         block_size=config.kv.block_size,
+        num_devices=placement.num_shards,
     )
 
 
 def activation_bytes(model: ModelConfig, plan: CompilePlan) -> int:
-    """An upper estimate of what one step needs besides weights and pool, in float32.
+    """An upper estimate of what one step needs besides weights and pool, in float32; `model` is what one device runs.
 
     The widest layer of the largest step, three times (input, output, gate and up), the logits of the largest sampler
     three times (raw, processed, one temporary), and the rows of penalties and bias.
@@ -321,7 +406,8 @@ def make_programs(
     layouts: tuple[PoolLayout, ...],
     num_blocks: int,
     num_real_tokens: int,
-    num_host_blocks: int = 0,
+    num_host_blocks: int,
+    placement: Placement,
 ) -> ProgramSet:
     """The programs of a resolved config, not yet compiled."""
     groups = model.layer_groups
@@ -335,12 +421,15 @@ def make_programs(
         model,
         plan,
         layouts=layouts,
-        pool_shapes=tuple(one.shape(group.num_layers, num_blocks) for one, group in zip(layouts, groups)),
+        pool_shapes=tuple(
+            placement.pool_shape(one.shape(group.num_layers, num_blocks)) for one, group in zip(layouts, groups)
+        ),
         implementation=implementations.pop(),
         max_blocks=math.ceil(model.context_length / config.kv.block_size),
         num_real_tokens=num_real_tokens,
         num_host_blocks=num_host_blocks,
         poisons_freed=config.kv.poison_freed,
+        placement=placement,
     )
 
 
@@ -363,14 +452,15 @@ def open_disk(config: Config, num_host_blocks: int, report: Report) -> DiskStore
     return disk
 
 
-def count_host_blocks(config: Config, memory: MemoryPlan) -> int:
-    """Blocks of all layer groups that host memory takes for swapping and for cached prefixes."""
+def count_host_blocks(config: Config, pool_bytes: int, bytes_per_block: int) -> int:
+    """Blocks of all layer groups that host memory takes for swapping and for cached prefixes; bytes of all devices
+    together."""
     if config.kv.preemption == "recompute" and not (config.kv.prefix_cache and config.kv.host_tier):
         return 0
     size = config.kv.host_memory_bytes
     if size is None:
-        size = min(memory.pool_bytes, MOST_HOST_BYTES, available_host_bytes() // 4)
-    return size // memory.bytes_per_block
+        size = min(pool_bytes, MOST_HOST_BYTES, available_host_bytes() // 4)
+    return size // bytes_per_block
 
 
 def _wire(
@@ -384,7 +474,7 @@ def _wire(
     disk: DiskStore | None,
     runner: ModelRunner,
     counter: CompileCounter,
-    attention: str,
+    programs: ProgramSet,
 ) -> AsyncEngine:
     scheduler = Scheduler(
         SchedulerLimits(
@@ -435,8 +525,8 @@ def _wire(
         has_chat_template=tokenizer.chat_template is not None,
         digest=model.digest,
         platform=jax.default_backend(),
-        devices=tuple(str(device) for device in jax.devices()[: config.parallel.tensor_parallel_size]),
-        attention=attention,
+        devices=tuple(str(device) for device in programs.placement.devices),
+        attention=programs.implementation,
     )
     limits = ModelLimits(
         context_length=model.config.context_length,
@@ -460,7 +550,7 @@ def _wire(
         counts=counts,
         histograms=histograms,
         max_waiting=config.scheduler.max_waiting,
-        bytes_per_block=memory.bytes_per_block // len(model.config.layer_groups),
+        bytes_per_block=memory.bytes_per_block * programs.placement.num_shards // len(model.config.layer_groups),
         compiles_after_ready=lambda: counter.num_after_ready,
     )
     engine.start()

@@ -8,24 +8,25 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from jserve.config import Config, ConfigError
 from jserve.engine.build import (
     Report,
+    check_model_fits,
     count_host_blocks,
     load_tokenizer,
     make_programs,
+    place,
     pool_layouts,
     resolve_automatic,
-    size_pool,
 )
 from jserve.models.registry import model_code
 from jserve.models.spec import shapes
+from jserve.parallel.placement import Placement, on_devices
+from jserve.planner.devices import find_target
 from jserve.runner.bundle import Bundle, check_free, write_bundle
 from jserve.runner.compile_plan import make_compile_plan
 from jserve.runner.compiler import compile_all
@@ -33,15 +34,6 @@ from jserve.runner.executable_store import environment_facts
 from jserve.weights.checkpoint import open_checkpoint
 from jserve.weights.load import LoadedModel
 from pallas_kernels import targets
-
-
-@dataclass(frozen=True)
-class _Target:
-    platform: str
-    device: Any
-    """A device, or the description of one."""
-    mesh: jax.sharding.Mesh | None
-    """Where the device is not here: what programs are lowered under."""
 
 
 def compile_bundle(config: Config, out: str | Path, target: str | None = None, report: Report | None = None) -> Bundle:
@@ -55,53 +47,57 @@ def compile_bundle(config: Config, out: str | Path, target: str | None = None, r
     report = report or Report()
     out = Path(out).expanduser()
     check_free(out)
-    found = _find(target)
-    config = resolve_automatic(config, found.platform)
-    if found.mesh is not None and config.kv.num_blocks is None:
+    is_here = target is None
+    placement = place(config) if is_here else _place(target, config.parallel.tensor_parallel_size)
+    config = resolve_automatic(config, placement.devices[0].platform)
+    if not is_here and config.kv.num_blocks is None:
         raise ConfigError("kv.num_blocks: how many blocks the pool has must be said for a device that is not here")
     checkpoint = open_checkpoint(config.model.path)
+    device_bytes = None if is_here else int(find_target(target).memory_bytes)
+    config, memory = check_model_fits(checkpoint, config, placement, device_bytes)
+    report.line(str(memory))
     model_config = checkpoint.config.with_context_length(config.model.context_length)
     quantize = None if config.model.quantize == "none" else config.model.quantize
-    specs = model_code(model_config).param_specs(model_config, config.model.dtype, quantize=quantize)
+    specs = model_code(model_config).param_specs(model_config, config.model.dtype, placement.num_shards, quantize)
     model = LoadedModel(
-        model_config, shapes(specs), checkpoint.tokenizer_source, checkpoint.generation_defaults,
+        model_config, shapes(specs, placement), checkpoint.tokenizer_source, checkpoint.generation_defaults,
         checkpoint.eos_token_ids, checkpoint.digest,
     )  # fmt: skip
     plan = make_compile_plan(config)
-    layouts = pool_layouts(model_config, config, found.platform)
-    if found.mesh is None:
-        memory = size_pool(model, config, found.platform, layouts, plan)
-        report.line(str(memory))
-        num_blocks, num_host_blocks = memory.num_blocks, count_host_blocks(config, memory)
+    layouts, num_blocks = pool_layouts(model_config, config, placement), memory.num_blocks
+    if is_here:
+        bytes_per_block = memory.bytes_per_block * placement.num_shards
+        num_host_blocks = count_host_blocks(config, num_blocks * bytes_per_block, bytes_per_block)
     else:
-        num_blocks, num_host_blocks = config.kv.num_blocks, int(config.kv.preemption != "recompute")
+        num_host_blocks = int(config.kv.preemption != "recompute")
     tokenizer = load_tokenizer(model)
-    programs = make_programs(model_config, config, plan, layouts, num_blocks, tokenizer.vocab_size, num_host_blocks)
+    programs = make_programs(
+        model_config, config, plan, layouts, num_blocks, tokenizer.vocab_size, num_host_blocks, placement
+    )
     params = programs.served_shapes(model.params)
     report.line(f"compile plan: {plan}")
-    jobs = {name: functools.partial(_under, found.mesh, lower) for name, lower in programs.jobs(params).items()}
+    jobs = {name: functools.partial(_under, None if is_here else placement, lower) for name, lower in programs.jobs(params).items()}
     executables = compile_all(
         jobs, config.compile.num_threads, lambda done, total: report.progress("compile", done, total),
         options=programs.compiler_options,
     )  # fmt: skip
-    facts = {**environment_facts(found.device), **programs.facts(params)}
+    facts = {**environment_facts(placement.devices[0]), **programs.facts(params)}
     return write_bundle(out, facts, num_blocks, ((str(name), compiled) for name, compiled in executables.items()))
 
 
-def _find(target: str | None) -> _Target:
-    if target is None:
-        return _Target(jax.default_backend(), jax.devices()[0], None)
-    if target not in targets.SINGLE_DEVICE_TARGETS:
-        raise ConfigError(f"--target {target}: one of {', '.join(targets.SINGLE_DEVICE_TARGETS)}")
+def _place(target: str, num_devices: int) -> Placement:
+    """Devices that are not here."""
+    if target not in targets.TPU_TARGETS:
+        raise ConfigError(f"--target {target}: one of {', '.join(targets.TPU_TARGETS)}")
     if not targets.has_tpu_compiler():
         raise ConfigError(f"--target {target}: needs the TPU compiler; try: pip install 'jserve[tpu]'")
-    mesh = targets.mesh(target)
-    return _Target("tpu", mesh.devices.flat[0], mesh)
+    devices = targets.devices(target)
+    if num_devices > len(devices):
+        raise ConfigError(f"parallel.tensor_parallel_size = {num_devices}: {target} has {len(devices)} devices")
+    return on_devices(devices[:num_devices])
 
 
-def _under(mesh: jax.sharding.Mesh | None, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:
-    """Lowers for the mesh's devices what names none itself."""
-    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+def _under(placement: Placement | None, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Lowered:
+    """Lowers, on devices that are not here, what names none itself."""
+    with contextlib.nullcontext() if placement is None else jax.set_mesh(placement.mesh):
         return lower()
-
-

@@ -15,6 +15,7 @@ from typing import Any
 from jserve.models import rope as rope_settings
 from jserve.models.fields import ModelError, check_size, mapping, number, size, token_ids
 from jserve.models.rope import RopeScaling
+from jserve.parallel import split
 
 __all__ = ["LayerGroup", "ModelConfig", "ModelError", "RopeScaling", "from_gguf", "from_hf"]
 
@@ -53,6 +54,8 @@ class ModelConfig:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     sliding_window: int | None = None
+    shard_axis: str | None = None
+    """Set in a shard's config: the mesh axis across which its partial results are joined."""
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -74,6 +77,22 @@ class ModelConfig:
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
         return (LayerGroup(self.num_layers, self.sliding_window),)
+
+    def shard(self, num_shards: int, axis: str | None) -> ModelConfig:
+        """The model as one of `num_shards` devices sees it: a model of fewer heads and a narrower ffn, whose sums over
+        those are completed across `axis`.  ModelError where it does not divide."""
+        if num_shards == 1:
+            return self
+        sizes = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, "d_ff": self.d_ff}
+        if reason := split.why_not(num_shards, **sizes):
+            raise ModelError(f"tensor_parallel_size = {num_shards}: {reason}")
+        return dataclasses.replace(
+            self,
+            num_heads=self.num_heads // num_shards,
+            num_kv_heads=split.stored_kv_heads(self.num_kv_heads, num_shards) // num_shards,
+            d_ff=self.d_ff // num_shards,
+            shard_axis=axis,
+        )
 
     def with_context_length(self, length: int | None) -> ModelConfig:
         """This model with a shorter context; None leaves it.  A window that then covers it all no longer matters."""

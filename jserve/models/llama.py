@@ -1,12 +1,15 @@
 """The Llama family: Llama 2 and 3, TinyLlama, SmolLM2, Mistral without a window.
 
 Matrices are [out, in] as in checkpoints (see layers.linear), fused: four matmuls and few leaves a layer.  Fused outputs
-are ordered by what a tensor-parallel split keeps together, so that a split of the output axis is a model of fewer heads: qkv is kv-group-major (a group's query heads, its key, its value), gate_up is shard-major (a shard's gate
-columns, then its up columns; one shard unless asked).
+are ordered by what a tensor-parallel split keeps together, so that a split of the output axis is a model of fewer heads:
+qkv is kv-group-major (a group's query heads, its key, its value), gate_up is shard-major (a shard's gate columns, then its
+up columns; one shard unless asked).  A device runs the same code with its part of the parameters and the config of its
+shard (ModelConfig.shard), whose `shard_axis` says where sums over heads, ffn and vocabulary are completed.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.struct
@@ -20,6 +23,7 @@ from jserve.models.layers import apply_rope, dot_precision, linear, rms_norm, ro
 from jserve.models.quantized import QuantizedMatrix, quantized_dot, take_rows
 from jserve.models.run_layers import run_layers
 from jserve.models.spec import Initialiser, ParamSpec, Piece, normal, ones, zeros
+from jserve.parallel.split import stored_kv_heads
 from pallas_kernels.paged_attention import AttentionSpec, paged_attention, prepare
 
 
@@ -84,7 +88,9 @@ def begin(
     spec = _spec(config, attention)
     metadata = prepare(batch, inputs.token_ids.shape[0], layout, spec, attention.implementation)
     rope = rope_table(config.rope, config.head_dim, inputs.positions)
-    hidden_TD = take_rows(params.embedding, inputs.token_ids, params.final_norm.dtype)
+    hidden_TD = take_rows(
+        params.embedding, inputs.token_ids, params.final_norm.dtype, _vocab_axis(params.embedding, config)
+    )
     return hidden_TD, StepContext(metadata, rope)
 
 
@@ -106,8 +112,11 @@ def layer(
         layout=layout, spec=_spec(config, attention), implementation=attention.implementation,
     )  # fmt: skip
     heads_TD = heads_TNH.reshape(heads_TNH.shape[0], -1)
-    hidden_TD = hidden_TD + linear(heads_TD, weights.attention_out, weights.attention_out_bias)
-    return hidden_TD + _mlp(rms_norm(hidden_TD, weights.mlp_norm, config.norm_eps), weights), (pool,)
+    hidden_TD = hidden_TD + linear(
+        heads_TD, weights.attention_out, weights.attention_out_bias, sum_over=config.shard_axis
+    )
+    x_TD = rms_norm(hidden_TD, weights.mlp_norm, config.norm_eps)
+    return hidden_TD + _mlp(x_TD, weights, config.shard_axis), (pool,)
 
 
 def finish(params: LlamaParams, config: ModelConfig, hidden_TD: jax.Array) -> jax.Array:
@@ -124,10 +133,20 @@ def logits(params: LlamaParams, config: ModelConfig, hidden_RD: jax.Array) -> ja
     """f32[R, V] of the rows that are sampled or scored."""
     head_VD = params.embedding if params.head is None else params.head
     if isinstance(head_VD, QuantizedMatrix):
-        return quantized_dot(hidden_RD, head_VD)
-    return jnp.einsum(
-        "RD,VD->RV", hidden_RD, head_VD, precision=dot_precision(hidden_RD.dtype), preferred_element_type=jnp.float32
-    )
+        logits_RV = quantized_dot(hidden_RD, head_VD)
+    else:
+        precision = dot_precision(hidden_RD.dtype)
+        logits_RV = jnp.einsum(
+            "RD,VD->RV", hidden_RD, head_VD, precision=precision, preferred_element_type=jnp.float32
+        )
+    axis = _vocab_axis(head_VD, config)
+    return logits_RV if axis is None else jax.lax.all_gather(logits_RV, axis, axis=1, tiled=True)
+
+
+def _vocab_axis(table: jax.Array | QuantizedMatrix, config: ModelConfig) -> str | None:
+    """The mesh axis over which an embedding or head is split; None: it is whole here."""
+    rows = table.values if isinstance(table, QuantizedMatrix) else table
+    return None if rows.shape[0] == config.vocab_size else config.shard_axis
 
 
 def _qkv(x_TD: jax.Array, weights: LlamaLayers, config: ModelConfig, rope: tuple[jax.Array, jax.Array]):
@@ -140,33 +159,35 @@ def _qkv(x_TD: jax.Array, weights: LlamaLayers, config: ModelConfig, rope: tuple
     return q_TNH, rotated_TKGH[:, :, group], qkv_TKGH[:, :, group + 1]
 
 
-def _mlp(x_TD: jax.Array, weights: LlamaLayers) -> jax.Array:
+def _mlp(x_TD: jax.Array, weights: LlamaLayers, sum_over: str | None = None) -> jax.Array:
     gate_TF, up_TF = jnp.split(linear(x_TD, weights.gate_up, weights.gate_up_bias), 2, axis=-1)
-    return linear(jax.nn.silu(gate_TF) * up_TF, weights.down, weights.down_bias)
+    return linear(jax.nn.silu(gate_TF) * up_TF, weights.down, weights.down_bias, sum_over)
 
 
 def param_specs(
     config: ModelConfig, dtype: np.dtype | str, num_shards: int = 1, quantize: str | None = None
 ) -> LlamaParams:
-    """The spec tree.  `num_shards` is the number of parts that a split of the ffn axis makes (the order of gate_up);
-    `quantize` "int8" makes every matrix a QuantizedMatrix, norms and biases stay in `dtype`."""
+    """The spec tree.  `num_shards` is the number of parts that a split of heads and ffn makes (it orders gate_up, and
+    repeats kv heads where there are fewer); `quantize` "int8" makes every matrix a QuantizedMatrix, norms and biases stay
+    in `dtype`."""
     dtype, is_int8 = jnp.dtype(dtype), quantize == "int8"
-    L, D, N, K, H = config.num_layers, config.d_model, config.num_heads, config.num_kv_heads, config.head_dim
-    F, G, V = config.d_ff, config.q_per_kv, config.vocab_size
-    if K % num_shards or F % num_shards:
-        raise ValueError(f"{K} kv heads and ffn {F} cannot be split over {num_shards} shards")
+    config.shard(num_shards, None)  # refuses what does not divide
+    L, D, N, H = config.num_layers, config.d_model, config.num_heads, config.head_dim
+    F, V, K = config.d_ff, config.vocab_size, stored_kv_heads(config.num_kv_heads, num_shards)
+    G, num_copies = N // K, K // config.num_kv_heads
 
     def stacked(
         shape: tuple[int, ...], axes: tuple[str, ...], pieces: tuple[Piece, ...], init: Initialiser = normal
     ) -> ParamSpec:
-        names = tuple(Piece(f"model.layers.{{layer}}.{p.name}", p.units, p.start, p.stop) for p in pieces)
+        names = tuple(dataclasses.replace(piece, name=f"model.layers.{{layer}}.{piece.name}") for piece in pieces)
         quantized = is_int8 and len(shape) == 2
         return ParamSpec((L, *shape), dtype, ("layers", *axes), init, names, stacked=True, quantized=quantized)
 
     def qkv(kind: str) -> tuple[Piece, ...]:
-        bounds = (0, G * H, (G + 1) * H, (G + 2) * H)
-        names = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
-        return tuple(Piece(name, K, start, stop) for name, start, stop in zip(names, bounds, bounds[1:]))
+        q, k, v = (f"self_attn.{name}_proj.{kind}" for name in "qkv")
+        key, value, end = G * H, (G + 1) * H, (G + 2) * H
+        units = config.num_kv_heads
+        return Piece(q, K, 0, key), Piece(k, units, key, value, num_copies), Piece(v, units, value, end, num_copies)
 
     def gate_up(kind: str) -> tuple[Piece, ...]:
         width = F // num_shards

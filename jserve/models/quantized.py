@@ -52,8 +52,19 @@ def quantized_dot(x_TD: jax.Array, weight: QuantizedMatrix) -> jax.Array:
     return sums_TO * scale_T1 * weight.scales
 
 
-def take_rows(table: jax.Array | QuantizedMatrix, ids: jax.Array, dtype: np.dtype) -> jax.Array:
-    """[T, D] rows of an embedding [V, D]; ids were checked at the edge (mode="clip" spares code for negative ones)."""
+def take_rows(
+    table: jax.Array | QuantizedMatrix, ids: jax.Array, dtype: np.dtype, sum_over: str | None = None
+) -> jax.Array:
+    """[T, D] rows of an embedding [V, D]; ids were checked at the edge (mode="clip" spares code for negative ones).
+
+    `sum_over`: the mesh axis whose devices have V / devices rows each; exact, as one of them has the row and the others
+    add zeros.
+    """
+    if sum_over is not None:
+        num_rows = (table.values if isinstance(table, QuantizedMatrix) else table).shape[0]
+        ids = ids - num_rows * jax.lax.axis_index(sum_over)
+        is_here = (ids >= 0) & (ids < num_rows)
+        return jax.lax.psum(jnp.where(is_here[:, None], take_rows(table, ids, dtype), 0), sum_over)
     if not isinstance(table, QuantizedMatrix):
         return jnp.take(table, ids, axis=0, mode="clip")
     values = jnp.take(table.values, ids, axis=0, mode="clip").astype(jnp.float32)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.models.quantized import QuantizedMatrix, quantize_rows
+from jserve.parallel.placement import Placement
 
 Initialiser = Callable[[jax.Array, tuple[int, ...], Any], jax.Array]
 """(key, shape, dtype) -> values, as in jax.nn.initializers."""
@@ -33,6 +34,9 @@ class Piece:
     units: int = 1
     start: int = 0
     stop: int | None = None
+    copies: int = 1
+    """Parts of the output axis, one after another, that each unit of the tensor fills alike (kv heads that several
+    devices keep)."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,8 @@ class ParamSpec:
         parts = sorted((piece.start, piece.start + self.rows(piece)) for piece in self.source)
         starts, ends = zip(*parts)
         assert starts == (0, *ends[:-1]), f"pieces leave gaps or overlap: {self}"
-        assert all(ends[-1] * piece.units == self.num_rows for piece in self.source), f"pieces are not all: {self}"
+        num_parts = {piece.units * piece.copies for piece in self.source}
+        assert {ends[-1] * count for count in num_parts} == {self.num_rows}, f"pieces are not all: {self}"
 
     @property
     def layer_shape(self) -> tuple[int, ...]:
@@ -73,18 +78,32 @@ class ParamSpec:
 
     def rows(self, piece: Piece) -> int:
         """How many rows of one unit belong to `piece`."""
-        return (self.num_rows // piece.units if piece.stop is None else piece.stop) - piece.start
+        return (self.num_rows // (piece.units * piece.copies) if piece.stop is None else piece.stop) - piece.start
 
     def checkpoint_shape(self, piece: Piece) -> tuple[int, ...]:
         """The shape that the piece's tensor must have in the checkpoint (of one layer where stacked)."""
         return (piece.units * self.rows(piece), *self.layer_shape[1:])
 
-    def view(self, array: np.ndarray, piece: Piece, layer: int) -> np.ndarray:
-        """Where `piece` goes, as a writable view [units, rows, ...] of the host array `array`."""
+    def view(self, array: np.ndarray, piece: Piece, layer: int, copy: int = 0) -> np.ndarray:
+        """Where a copy of `piece` goes, as a writable view [units, rows, ...] of the host array `array`."""
         target = array[layer] if self.stacked else array
-        target = target.reshape(piece.units, self.num_rows // piece.units, *target.shape[1:])
+        parts = piece.units, piece.copies
+        target = target.reshape(*parts, self.num_rows // math.prod(parts), *target.shape[1:])
         assert np.shares_memory(target, array)
-        return target[:, piece.start : piece.stop]
+        return target[:, copy, piece.start : piece.stop]
+
+    def reordered(self, array: np.ndarray, stored: ParamSpec) -> np.ndarray:
+        """`array`, which has the order of the spec `stored`, in this one's: the same tensors, other pieces."""
+        if self.source == stored.source:
+            return array
+        result = np.empty(self.shape, array.dtype)
+        for _, piece, layer in checkpoint_tensors(self):
+            [source] = [other for other in stored.source if other.name == piece.name]
+            rows = stored.view(array, source, layer)
+            for copy in range(piece.copies):
+                target = self.view(result, piece, layer, copy)
+                target[...] = rows.reshape(target.shape)
+        return result
 
 
 def leaves(specs: Any) -> list[ParamSpec]:
@@ -122,14 +141,18 @@ def init_params(specs: Any, key: jax.Array) -> Any:
     return tree.unflatten(draw(index, spec) for index, spec in enumerate(flat))
 
 
-def shapes(specs: Any) -> Any:
-    """The tree of jax.ShapeDtypeStruct, for compiling without weights."""
+def shapes(specs: Any, placement: Placement) -> Any:
+    """The tree of jax.ShapeDtypeStruct with shardings, for compiling without weights."""
+
+    def placed(shape: tuple[int, ...], dtype: Any, axes: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(axes, shape))
 
     def shape(spec: ParamSpec) -> Any:
+        axes = spec.logical_axes
         if spec.quantized:
-            scales = jax.ShapeDtypeStruct(spec.shape[:-1], jnp.float32)
-            return QuantizedMatrix(jax.ShapeDtypeStruct(spec.shape, jnp.int8), scales)
-        return jax.ShapeDtypeStruct(spec.shape, spec.dtype)
+            scales = placed(spec.shape[:-1], jnp.dtype(jnp.float32), axes[:-1])
+            return QuantizedMatrix(placed(spec.shape, jnp.dtype(jnp.int8), axes), scales)
+        return placed(spec.shape, spec.dtype, axes)
 
     return jax.tree.map(shape, specs)
 

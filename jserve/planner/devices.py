@@ -48,6 +48,7 @@ DEVICES = {
         _slice("v5e-1", 1, 16, 819, 197, 100),
         _slice("v5e-4", 4, 16, 819, 197, 100),
         _slice("v5e-8", 8, 16, 819, 197, 100),
+        _slice("v4-8", 4, 32, 1228, 275, 100),
         _slice("v5p-8", 4, 95, 2765, 459, 300),
         _slice("v6e-1", 1, 32, 1640, 918, 200),
         _slice("v6e-4", 4, 32, 1640, 918, 200),
@@ -64,3 +65,14 @@ def find_device(name: str) -> DeviceSpec:
     if name not in DEVICES:
         raise ConfigError(f"--device {name}: not known; known: {', '.join(DEVICES)}")
     return DEVICES[name]
+
+
+_OF_TARGET = {
+    "v4": "v4-8", "v5e": "v5e-1", "v5p": "v5p-8", "v6e": "v6e-1", "tpu7x": "tpu7x-8", "h100": "h100-80gb",
+    "a100": "a100-80gb",
+}  # fmt: skip
+
+
+def find_target(target: str) -> DeviceSpec:
+    """The device that a compile target (pallas_kernels.targets) stands for."""
+    return find_device(_OF_TARGET.get(target, target))

@@ -13,7 +13,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,8 @@ class Bundle:
                 "Make it again with `jserve compile`, or start without it"
             )
 
-    def load(self, name: str) -> jax.stages.Compiled:
-        """A program's executable.  ConfigError where there is none, or it is damaged or refused by the runtime."""
+    def load(self, name: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
+        """A program's executable on these devices.  ConfigError where there is none, or it is damaged or refused by the runtime."""
         entry = self.programs.get(name)
         if entry is None:
             raise ConfigError(f"compile.bundle = {str(self.folder)!r} has no program {name}; make it again")
@@ -64,7 +64,7 @@ class Bundle:
         if hashlib.sha256(content).hexdigest() != entry["sha256"]:
             raise ConfigError(f"{path}: other bytes than were written; make the bundle again")
         try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(content))
+            return serialize_executable.deserialize_and_load(*pickle.loads(content), execution_devices=devices)
         except Exception as error:  # whatever the runtime has against it
             raise ConfigError(f"{path}: this runtime does not load {name}: {error}") from None
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -61,6 +61,7 @@ def compile_all(
     progress: Callable[[int, int], None],
     store: ExecutableStore | None = None,
     options: Callable[[Any], Mapping[str, Any]] = lambda program: {},
+    devices: Sequence[jax.Device] | None = None,
 ) -> dict[Any, jax.stages.Compiled]:
     """An executable for every job, several at a time: from the store where it has one, else lowered and compiled.
 
@@ -68,6 +69,7 @@ def compile_all(
       jobs: program (its str is its name) -> function that lowers it.
       progress: called with (done, total).
       options: compiler options of a program.
+      devices: where kept executables are to run; None is jax's default device.
     Returns:
       program -> executable, in the order of `jobs`.
     """
@@ -77,7 +79,7 @@ def compile_all(
     def compile_one(item: tuple[Any, Callable[[], jax.stages.Lowered]]) -> tuple[Any, jax.stages.Compiled]:
         nonlocal done
         program, lower = item
-        compiled = None if store is None else store.load(str(program))
+        compiled = None if store is None else store.load(str(program), devices or jax.devices()[:1])
         if compiled is None:
             compiled = lower().compile(compiler_options=_understood(options(program)))
             if store is not None:

@@ -15,7 +15,7 @@ import os
 import pickle
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +63,13 @@ class ExecutableStore:
     def __init__(self, root: str | Path, key: str):
         self._folder = Path(root) / key[:32]
 
-    def load(self, name: str) -> jax.stages.Compiled | None:
-        """The program's executable, or None where there is none that can be used."""
+    def load(self, name: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
+        """The program's executable on these devices, or None where there is none that can be used."""
         path = self._path(name)
         try:
-            return serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+            return serialize_executable.deserialize_and_load(
+                *pickle.loads(path.read_bytes()), execution_devices=devices
+            )
         except FileNotFoundError:
             return None
         except Exception as error:  # a damaged file, or one this runtime refuses: compile again

@@ -7,17 +7,17 @@ arrays of that layer.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan, ForwardInputs
+from jserve.parallel.placement import POOL, WHOLE, Placement
 from jserve.runner.batch import InputLayout, fed_token_ids
 
 
@@ -47,9 +47,13 @@ def serve_params(params: Any, by_layer: bool) -> ServedParams:
     are arrays by themselves where they are aligned)."""
     outer, layers = params.replace(layers=None), params.layers
     if by_layer:
-        stacks = jax.tree.map(np.asarray, layers)
-        num_layers = jax.tree.leaves(stacks)[0].shape[0]
-        layers = tuple(jax.tree.map(lambda stack: jax.device_put(stack[i]), stacks) for i in range(num_layers))
+        num_layers = jax.tree.leaves(layers)[0].shape[0]
+        # Host arrays of the parts, read once for all layers.
+        parts = jax.tree.map(lambda stack: [(part.device, np.asarray(part.data)) for part in stack.addressable_shards], layers)
+        layers = tuple(
+            jax.tree.map(lambda stack, its_parts: _layer_of(stack, its_parts, index), layers, parts)
+            for index in range(num_layers)
+        )
     return ServedParams(outer, layers)
 
 
@@ -58,9 +62,23 @@ def served_shapes(params: Any, by_layer: bool) -> ServedParams:
     outer, layers = params.replace(layers=None), params.layers
     if by_layer:
         num_layers = jax.tree.leaves(layers)[0].shape[0]
-        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), layers)
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=_of_layer(x.sharding)), layers)
         layers = (one,) * num_layers
     return ServedParams(outer, layers)
+
+
+def _layer_of(stack: jax.Array, parts: list[tuple[jax.Device, np.ndarray]], index: int) -> jax.Array:
+    if not isinstance(stack.sharding, NamedSharding):
+        return jax.device_put(parts[0][1][index])
+    arrays = [jax.device_put(part[index], device) for device, part in parts]
+    return jax.make_array_from_single_device_arrays(stack.shape[1:], _of_layer(stack.sharding), arrays)
+
+
+def _of_layer(sharding: Sharding) -> Sharding:
+    """How one layer lies, whose stack of all layers lies so."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
 class ForwardPrograms:
@@ -68,26 +86,41 @@ class ForwardPrograms:
 
     Args:
       model: module of the model family (begin, layer, finish, forward).
+      config: of the shard that one device runs, as the layouts in `attention` are.
     """
 
-    def __init__(self, model: Any, config: ModelConfig, layout: InputLayout, attention: AttentionPlan, by_layer: bool):
+    def __init__(
+        self,
+        model: Any,
+        config: ModelConfig,
+        layout: InputLayout,
+        attention: AttentionPlan,
+        by_layer: bool,
+        placement: Placement,
+    ):
         self._model = model
         self._config = config
         self._layout = layout
         self._attention = attention
         self._by_layer = by_layer
+        self._placement = placement
         self._indices = [np.int32(index) for index in range(config.num_layers)]
 
     def jobs(self, params: ServedParams, pools: tuple, slot_tokens: jax.ShapeDtypeStruct, packed: Any) -> dict:
         """name of each program -> function that lowers it; the arguments may be shapes."""
+        placement = self._placement
         if not self._by_layer:
-            return {"forward": _lowering(self._whole, (2,), params.outer, params.layers, pools, slot_tokens, packed)}
-        hidden, sample_tokens, context = jax.eval_shape(self._begin, params.outer, slot_tokens, packed)
-        weights, index = params.layers[0], jax.ShapeDtypeStruct((), jnp.int32)
+            arguments = params.outer, params.layers, pools, slot_tokens, packed
+            return {"forward": placement.lowering(self._whole, arguments, (WHOLE, WHOLE, POOL), donated=(2,))}
+        first = params.outer, slot_tokens, packed
+        hidden, sample_tokens, context = placement.shapes_whole(
+            jax.eval_shape(placement.split(self._begin, first, WHOLE), *first)
+        )
+        weights, index = params.layers[0], placement.shape((), jnp.int32)
         return {
-            "begin": _lowering(self._begin, (), params.outer, slot_tokens, packed),
-            "layer": _lowering(self._layer, (2, 3), weights, index, hidden, pools, context),
-            "finish": _lowering(self._finish, (1,), params.outer, hidden, sample_tokens),
+            "begin": placement.lowering(self._begin, first),
+            "layer": placement.lowering(self._layer, (weights, index, hidden, pools, context), (WHOLE, POOL), (2, 3)),
+            "finish": placement.lowering(self._finish, (params.outer, hidden, sample_tokens), donated=(1,)),
         }
 
     def __call__(self, compiled: dict, params: ServedParams, pools: tuple, slot_tokens: jax.Array, packed: np.ndarray):
@@ -122,7 +155,3 @@ class ForwardPrograms:
     def _inputs(self, slot_tokens, packed):
         inputs = self._layout.unpack(packed)
         return inputs, ForwardInputs(fed_token_ids(inputs, slot_tokens), inputs.positions, inputs.batches())
-
-
-def _lowering(program: Callable, donated: tuple[int, ...], *arguments) -> Callable[[], jax.stages.Lowered]:
-    return functools.partial(jax.jit(program, donate_argnums=donated).lower, *arguments)

@@ -29,6 +29,8 @@ class MemoryPlan:
     bytes_per_block: int
     num_blocks: int
     block_size: int
+    num_devices: int = 1
+    """That have as much each, and a part of every block."""
 
     @property
     def num_tokens(self) -> int:
@@ -37,7 +39,7 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         return (
-            f"memory: {_gib(self.usable_bytes)} usable of {_gib(self.device_bytes)}; weights {_gib(self.weight_bytes)}, "
+            f"memory{f' of each of {self.num_devices} devices' if self.num_devices > 1 else ''}: {_gib(self.usable_bytes)} usable of {_gib(self.device_bytes)}; weights {_gib(self.weight_bytes)}, "
             f"activations {_gib(self.activation_bytes)}, KV pool {_gib(self.pool_bytes)} = {self.num_blocks} blocks of "
             f"{self.block_size} tokens = {self.num_tokens:,} tokens ({self.bytes_per_block // self.block_size:,} bytes each)"
         )
@@ -52,12 +54,14 @@ def plan_memory(
     activation_bytes: int,
     bytes_per_block: int,
     block_size: int,
+    num_devices: int = 1,
 ) -> MemoryPlan:
     """Sizes the pool.
 
     Args:
       device_bytes: on an accelerator its memory; on a CPU what is available now, the weights already taken.
       bytes_per_block: of all layers and groups together, on one device.
+      num_devices: that share the model; for messages.
     Raises:
       ConfigError: with the numbers, where the pool does not fit or could hold nothing.
     """
@@ -74,8 +78,9 @@ def plan_memory(
     else:
         pool, asked = default_pool, f"kv.memory_fraction = {kv.memory_fraction}"
     num_blocks = pool // bytes_per_block
+    where = f"on each of {num_devices} devices " if num_devices > 1 else ""
     arithmetic = (
-        f"{_gib(usable)} usable - weights {_gib(weight_bytes)} - activations {_gib(activation_bytes)} leave "
+        f"{where}{_gib(usable)} usable - weights {_gib(weight_bytes)} - activations {_gib(activation_bytes)} leave "
         f"{_gib(usable - weight_bytes - activation_bytes)} for the KV pool"
     )
     if num_blocks < 2:
@@ -93,6 +98,7 @@ def plan_memory(
         bytes_per_block=bytes_per_block,
         num_blocks=num_blocks,
         block_size=block_size,
+        num_devices=num_devices,
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan
 from jserve.models.registry import model_code
+from jserve.parallel.placement import POOL, Placement, on_devices
 from jserve.runner import sampling_rows
 from jserve.runner.batch import InputLayout
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, SamplerShape, StepShape
@@ -36,6 +37,7 @@ from jserve.sampling.shaping import ShapingRows
 from jserve.scheduler.buckets import bucket_for
 from pallas_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pallas_kernels.paged_attention import PoolLayout
+from pallas_kernels.targets import step_compiler_options
 
 NUM_COPIES = 64
 """Block pairs that one copy program moves; more take several calls."""
@@ -96,15 +98,22 @@ class ProgramSet:
         num_real_tokens: int,
         num_host_blocks: int = 0,
         poisons_freed: bool = False,
+        placement: Placement | None = None,
     ):
-        """num_host_blocks: host memory to swap to, in blocks of all layer groups; 0: no swapping. poisons_freed:
-        poison_blocks will be called."""
+        """
+        Args:
+          layouts: of the part of the pools that one device has; `pool_shapes` are of all devices together.
+          num_host_blocks: host memory to swap to, in blocks of all layer groups; 0: no swapping.
+          poisons_freed: poison_blocks will be called.
+          placement: None is jax's default device.
+        """
         self.plan = plan
+        self.placement = placement or on_devices(jax.devices()[:1])
         self.num_host_blocks = num_host_blocks
         self._poisons_freed = poisons_freed
         self.num_slots = plan.num_slots
         self._model = model_code(config)
-        self._config = config
+        self._config = config.shard(self.placement.num_shards, self.placement.axis)
         self._layouts = layouts
         self._pool_shapes = pool_shapes
         self.implementation = implementation
@@ -116,13 +125,18 @@ class ProgramSet:
         by_layer = layouts[0].platform == "cpu"
         self._forward = {
             shape: ForwardPrograms(
-                self._model, config, layout, AttentionPlan(implementation, layouts, shape.decode_only), by_layer
+                self._model,
+                self._config,
+                layout,
+                AttentionPlan(implementation, layouts, shape.decode_only),
+                by_layer,
+                self.placement,
             )
             for shape, layout in self._input_layouts.items()
         }
         self._by_layer = by_layer
         self.vocab_size = config.vocab_size
-        self.shaping = ShapingPrograms(plan.num_slots, config.vocab_size, plan.sampler_rows)
+        self.shaping = ShapingPrograms(plan.num_slots, config.vocab_size, plan.sampler_rows, self.placement)
         self._compiled: dict = {}
         self._compiled_forward: dict[StepShape, dict] = {}
 
@@ -137,11 +151,14 @@ class ProgramSet:
         return served_shapes(params, self._by_layer)
 
     def allocate_pools(self) -> tuple[jax.Array, ...]:
-        return tuple(jnp.zeros(shape, layout.storage_dtype) for shape, layout in zip(self._pool_shapes, self._layouts))
+        return tuple(
+            self.placement.zeros(shape, layout.storage_dtype, POOL)
+            for shape, layout in zip(self._pool_shapes, self._layouts)
+        )
 
     def initial_slot_tokens(self) -> jax.Array:
         """i32[num_slots + 1]; the last entry is the dead slot, which padding rows write to."""
-        return jnp.zeros(self.num_slots + 1, jnp.int32)
+        return self.placement.zeros((self.num_slots + 1,), jnp.int32)
 
     # -- shapes
 
@@ -191,7 +208,7 @@ class ProgramSet:
 
     def no_sums(self) -> jax.Array:
         """f32[num_slots, D] zeros, where `pool` starts."""
-        return jnp.zeros((self.num_slots, self._config.d_model), jnp.float32)
+        return self.placement.zeros((self.num_slots, self._config.d_model), jnp.float32)
 
     def pool(self, shape: StepShape, sums: jax.Array, hidden: jax.Array, packed: np.ndarray) -> jax.Array:
         """Adds hidden states to their sums: packed i32[2, SCORED_ROWS] holds flat positions and rows of `sums`,
@@ -276,7 +293,9 @@ class ProgramSet:
         store: ExecutableStore | Bundle | None = None,
     ) -> None:
         """Makes every program of the plan ready to run; `store` has executables of earlier starts."""
-        self._compiled = compile_all(self.jobs(params), num_threads, progress, store, self.compiler_options)
+        self._compiled = compile_all(
+            self.jobs(params), num_threads, progress, store, self.compiler_options, self.placement.devices
+        )
         self.shaping.use(self._compiled)
         for shape in self._forward:
             self._compiled_forward[shape] = {
@@ -284,11 +303,12 @@ class ProgramSet:
             }
 
     def compiler_options(self, program: Any) -> dict[str, Any]:
-        """On CPU, where a start would otherwise be mostly compiling, what costs compile time and no speed is off: one
+        """On accelerators what `step_compiler_options` knows of them.  On CPU, where a start would otherwise be mostly
+        compiling, what costs compile time and no speed is off: one
         LLVM module a program, no costly passes, and, where little is computed, the older and quicker emitter of
         elementwise code (which makes the layers of a step of 32 to 64 tokens a tenth slower, of larger ones a third)."""
         if self._layouts[0].platform != "cpu":
-            return {}
+            return step_compiler_options(self.placement.devices[0].device_kind)
         options = {"xla_cpu_parallel_codegen_split_count": 1}
         is_large = isinstance(program, tuple) and program[1] == "layer" and program[0].num_tokens >= 32
         if is_large:
@@ -310,52 +330,53 @@ class ProgramSet:
     def jobs(self, params: ServedParams) -> dict:
         """program -> function that lowers it; the parts of a forward pass are (shape, name of the part)."""
         params = params.shapes()
+        shape_of, lowering = self.placement.shape, self.placement.lowering
+        i32 = lambda *size: shape_of(size, jnp.int32)
         pools = tuple(
-            jax.ShapeDtypeStruct(shape, layout.storage_dtype) for shape, layout in zip(self._pool_shapes, self._layouts)
+            shape_of(shape, layout.storage_dtype, POOL) for shape, layout in zip(self._pool_shapes, self._layouts)
         )
         width, dtype = self._config.d_model, params.outer.final_norm.dtype
-        slot_tokens = _i32(self.num_slots + 1)
-        sample_hidden = jax.ShapeDtypeStruct((self.num_slots, width), dtype)
+        slot_tokens = i32(self.num_slots + 1)
+        sample_hidden = shape_of((self.num_slots, width), dtype)
         jobs: dict = {}
         # Largest first: the last thread to finish should not hold the longest job.
         for shape in sorted(self.plan.step_shapes, key=lambda s: -s.num_tokens):
-            packed = _i32(self.input_layout(shape).size)
+            packed = i32(self.input_layout(shape).size)
             for part, lower in self._forward[shape].jobs(params, pools, slot_tokens, packed).items():
                 jobs[shape, part] = lower
-            hidden = jax.ShapeDtypeStruct((shape.num_tokens, width), dtype)
-            jobs["select", shape] = functools.partial(_lower, _select_rows, (), hidden, _i32(SCORED_ROWS))
+            hidden = shape_of((shape.num_tokens, width), dtype)
+            jobs["select", shape] = lowering(_select_rows, (hidden, i32(SCORED_ROWS)))
         for rows in self.plan.head_rows:
-            jobs["head", rows] = functools.partial(_lower, self._head_program(rows), (), params.outer, sample_hidden)
+            jobs["head", rows] = lowering(self._head_program(rows), (params.outer, sample_hidden))
         for sampler_shape in sorted(self.plan.sampler_shapes, key=lambda s: -s.num_rows):
-            packed = _i32(sampler_shape.num_rows, sampling_rows.NUM_COLUMNS)
-            logits = jax.ShapeDtypeStruct((sampler_shape.num_rows, self._config.vocab_size), jnp.float32)
-            program = self._sampler_program(sampler_shape)
-            jobs[sampler_shape] = functools.partial(_lower, program, (), logits, logits, slot_tokens, packed)
+            packed = i32(sampler_shape.num_rows, sampling_rows.NUM_COLUMNS)
+            logits = shape_of((sampler_shape.num_rows, self._config.vocab_size), jnp.float32)
+            jobs[sampler_shape] = lowering(self._sampler_program(sampler_shape), (logits, logits, slot_tokens, packed))
         for rows in self.plan.sampler_rows:
-            logits = jax.ShapeDtypeStruct((rows, self._config.vocab_size), jnp.float32)
+            logits = shape_of((rows, self._config.vocab_size), jnp.float32)
             for beams in _beam_rows(rows):
-                jobs["beams", rows, beams] = functools.partial(_lower, self._beam_program, (), logits, _i32(beams))
+                jobs["beams", rows, beams] = lowering(self._beam_program, (logits, i32(beams)))
         jobs |= self.shaping.jobs()
-        rows = jax.ShapeDtypeStruct((SCORED_ROWS, width), dtype)
-        jobs["score"] = functools.partial(_lower, self._score_program, (), params.outer, rows, _i32(SCORED_ROWS))
-        sums = jax.ShapeDtypeStruct((self.num_slots, width), jnp.float32)
-        jobs["pool"] = functools.partial(_lower, _add_rows, (), sums, rows, _i32(SCORED_ROWS))
+        rows = shape_of((SCORED_ROWS, width), dtype)
+        jobs["score"] = lowering(self._score_program, (params.outer, rows, i32(SCORED_ROWS)))
+        sums = shape_of((self.num_slots, width), jnp.float32)
+        jobs["pool"] = lowering(_add_rows, (sums, rows, i32(SCORED_ROWS)))
         for group, pool in enumerate(pools):
-            program = functools.partial(_copy_pairs, platform=self._layouts[group].platform)
-            jobs["copy", group] = functools.partial(_lower, program, (0,), pool, _i32(2, NUM_COPIES), _i32())
+            copy = functools.partial(_copy_pairs, platform=self._layouts[group].platform)
+            jobs["copy", group] = lowering(copy, (pool, i32(2, NUM_COPIES), i32()), POOL, donated=(0,))
         if self.num_host_blocks or self._poisons_freed:
             for group, (pool, staging) in enumerate(zip(pools, self._staging())):
-                blocks, platform = _i32(NUM_SWAPPED), self._layouts[group].platform
+                blocks, platform = i32(NUM_SWAPPED), self._layouts[group].platform
                 gather = functools.partial(gather_blocks, platform=platform)
-                jobs["gather", group] = functools.partial(_lower, gather, (), pool, blocks, _i32())
+                jobs["gather", group] = lowering(gather, (pool, blocks, i32()), POOL)
                 scatter = functools.partial(scatter_blocks, platform=platform)
-                jobs["scatter", group] = functools.partial(_lower, scatter, (0,), pool, blocks, staging, _i32())
+                jobs["scatter", group] = lowering(scatter, (pool, blocks, staging, i32()), POOL, donated=(0,))
         return jobs
 
     def _staging(self) -> list[jax.ShapeDtypeStruct]:
         """[NUM_SWAPPED, L, K, planes, P, lanes] of each layer group."""
         return [
-            jax.ShapeDtypeStruct((NUM_SWAPPED, num_layers, *block), layout.storage_dtype)
+            self.placement.shape((NUM_SWAPPED, num_layers, *block), layout.storage_dtype, POOL)
             for (num_layers, _, *block), layout in zip(self._pool_shapes, self._layouts)
         ]
 
@@ -455,11 +476,3 @@ def _spread(sharding: jax.sharding.Sharding | None) -> str:
     if sharding is None or sharding.num_devices == 1:
         return ""
     return f" {sharding.spec} over {dict(sharding.mesh.shape)}"
-
-
-def _lower(program: Callable, donated: tuple[int, ...], *arguments) -> jax.stages.Lowered:
-    return jax.jit(program, donate_argnums=donated).lower(*arguments)
-
-
-def _i32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)

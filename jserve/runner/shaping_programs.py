@@ -4,13 +4,13 @@ writes a slot's dense row.  A step in which nobody asks for any of it runs none 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.parallel.placement import Placement
 from jserve.runner import shaping_state
 from jserve.runner.shaping_state import DenseRow
 from jserve.sampling.shaping import ShapingRows, count_tokens, empty_rows, num_words, set_row, shape
@@ -19,36 +19,38 @@ from jserve.sampling.shaping import ShapingRows, count_tokens, empty_rows, num_w
 class ShapingPrograms:
     """Builds and calls them; `compiled` is where the executables of `jobs` are."""
 
-    def __init__(self, num_slots: int, vocab_size: int, row_buckets: tuple[int, ...]):
+    def __init__(self, num_slots: int, vocab_size: int, row_buckets: tuple[int, ...], placement: Placement):
         self._num_slots = num_slots
         self._vocab_size = vocab_size
         self._row_buckets = row_buckets
+        self._placement = placement
         self._compiled: dict = {}
         self._every_token: dict[int, jax.Array] = {}
 
     def empty_rows(self) -> ShapingRows:
-        return empty_rows(self._num_slots, self._vocab_size)
+        return self._placement.put_whole(empty_rows(self._num_slots, self._vocab_size))
 
     def jobs(self) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
         """program -> function that lowers it."""
-        rows = jax.eval_shape(self.empty_rows)
-        slot_tokens = _i32(self._num_slots + 1)
+        shape, lowering = self._placement.shape, self._placement.lowering
+        i32 = lambda *size: shape(size, jnp.int32)
+        rows = self._placement.shapes_whole(jax.eval_shape(lambda: empty_rows(self._num_slots, self._vocab_size)))
+        slot_tokens = i32(self._num_slots + 1)
         jobs: dict = {}
         for count in self._row_buckets:
-            logits = jax.ShapeDtypeStruct((count, self._vocab_size), jnp.float32)
-            packed, bits = _i32(count, shaping_state.NUM_COLUMNS), _i32(count, num_words(self._vocab_size))
-            jobs["shape", count] = functools.partial(_lower, _shape, (), logits, rows, slot_tokens, packed, bits)
-            jobs["count", count] = functools.partial(_lower, _count, (0,), rows, slot_tokens, packed)
-        dense_row = [jax.ShapeDtypeStruct((self._vocab_size,), kind) for kind in (bool, jnp.int32, jnp.float32)]
-        jobs["shaping", "row"] = functools.partial(_lower, set_row, (0,), rows, _i32(), *dense_row)
+            logits = shape((count, self._vocab_size), jnp.float32)
+            packed, bits = i32(count, shaping_state.NUM_COLUMNS), i32(count, num_words(self._vocab_size))
+            jobs["shape", count] = lowering(_shape, (logits, rows, slot_tokens, packed, bits))
+            jobs["count", count] = lowering(_count, (rows, slot_tokens, packed), donated=(0,))
+        dense_row = [shape((self._vocab_size,), kind) for kind in (bool, jnp.int32, jnp.float32)]
+        jobs["shaping", "row"] = lowering(set_row, (rows, i32(), *dense_row), donated=(0,))
         return jobs
 
     def use(self, compiled: dict) -> None:
         """Takes the executables of `jobs`."""
         self._compiled = compiled
-        self._every_token = {
-            count: jnp.full((count, num_words(self._vocab_size)), -1, jnp.int32) for count in self._row_buckets
-        }
+        every = lambda count: jnp.full((count, num_words(self._vocab_size)), -1, jnp.int32)
+        self._every_token = {count: self._placement.put_whole(every(count)) for count in self._row_buckets}
 
     def set_row(self, rows: ShapingRows, slot: int, row: DenseRow) -> ShapingRows:
         """Donates rows."""
@@ -87,11 +89,3 @@ def _shape(logits, rows: ShapingRows, slot_tokens, packed, allowed_bits):
 
 def _count(rows: ShapingRows, slot_tokens, packed):
     return count_tokens(rows, packed[:, 0], slot_tokens[packed[:, 0]])
-
-
-def _lower(program: Callable, donated: tuple[int, ...], *arguments) -> jax.stages.Lowered:
-    return jax.jit(program, donate_argnums=donated).lower(*arguments)
-
-
-def _i32(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)

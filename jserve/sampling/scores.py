@@ -99,8 +99,10 @@ def _top_k(rows: Array, count: int) -> tuple[Array, Array]:
     # lax.top_k puts 0.0 before -0.0; here they are equal, as everywhere else.
     rows = jnp.where(rows == 0, 0.0, rows)
     # Without the barrier a caller that slices the result gets a full sort on CPU, ten times slower: XLA moves the
-    # slice into the pattern by which it would recognise a top-k.
-    return lax.optimization_barrier(lax.top_k(rows, count))
+    # slice into the pattern by which it would recognise a top-k.  One for each result: XLA's partitioner for several
+    # devices aborts the process over one barrier for both.
+    values, places = lax.top_k(rows, count)
+    return lax.optimization_barrier(values), lax.optimization_barrier(places)
 
 
 def chunked(rows: Array, size: int, fill: float = -jnp.inf) -> Array:

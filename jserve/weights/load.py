@@ -1,10 +1,12 @@
 """Fills a model's spec tree from a checkpoint: each parameter exactly once, tensor by tensor, straight into its place.
 
 Host memory holds the parameters (on an accelerator: the largest one at a time) and about a mebibyte of the checkpoint.
+Every tensor is read once, and each device gets its part of a parameter only.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,12 +20,13 @@ from jserve.models.config import ModelConfig, ModelError
 from jserve.models.quantized import QuantizedMatrix, quantize_rows
 from jserve.models.registry import model_code
 from jserve.models.spec import ParamSpec, checkpoint_tensors, leaves, num_bytes
+from jserve.parallel.placement import Placement, on_devices
 from jserve.weights.checkpoint import HEAD, Checkpoint, open_checkpoint
 from jserve.weights.errors import WeightsError
 from jserve.weights.tensor import StoredTensor
 
-Place = Callable[[np.ndarray, ParamSpec], jax.Array]
-"""Puts one filled host array where the model wants it."""
+Place = Callable[[np.ndarray, tuple[str, ...]], jax.Array]
+"""Puts one filled host array, with these logical axes, where the model wants it."""
 Progress = Callable[[int, int], None]
 """(bytes of parameters that are in place, bytes of all parameters)"""
 
@@ -43,36 +46,33 @@ class LoadedModel:
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     dtype: np.dtype | str,
     *,
     quantize: str | None = None,
     context_length: int | None = None,
-    device: jax.Device | None = None,
+    placement: Placement | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """The model at `path` (a GGUF file, or a folder with safetensors or an Orbax checkpoint) with weights in `dtype`.
 
     `quantize` "int8" keeps the matrices as QuantizedMatrix, made row by row while they are read.
-    `device` None is jax's default device.  Raises ModelError (WeightsError where the files are at fault).
+    `placement` None is jax's default device.  Raises ModelError (WeightsError where the files are at fault).
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
+    placement = placement or on_devices(jax.devices()[:1])
     try:
         config = checkpoint.config.with_context_length(context_length)
-        specs = model_code(config).param_specs(config, dtype, quantize=quantize)
+        param_specs = functools.partial(model_code(config).param_specs, config, dtype, quantize=quantize)
+        specs = param_specs(num_shards=placement.num_shards)
     except ModelError as error:
-        raise WeightsError(f"{path}: {error}") from None
-    device = device or jax.devices()[0]
-
-    def place(array: np.ndarray, spec: ParamSpec) -> jax.Array:
-        return _put(array, device)
-
+        raise WeightsError(f"{checkpoint.path}: {error}") from None
     if checkpoint.arrays is None:
-        params = load_params(specs, checkpoint, place, progress)
+        params = load_params(specs, checkpoint, placement.put, progress)
     else:
         from jserve.weights.orbax_params import restore_params  # Orbax takes seconds to import
 
-        params = restore_params(checkpoint.arrays, specs, place, device, progress)
+        params = restore_params(checkpoint.arrays, param_specs(), specs, placement, progress)
     return LoadedModel(
         config=config,
         params=params,
@@ -94,12 +94,17 @@ def load_params(specs: Any, checkpoint: Checkpoint, place: Place, progress: Prog
         array = aligned_empty(spec.shape, np.int8 if spec.quantized else spec.dtype)
         scales = aligned_empty(spec.shape[:-1], np.float32) if spec.quantized else None
         for name, piece, layer in checkpoint_tensors(spec):
-            view = spec.view(array, piece, layer)
-            fill(view, checkpoint.tensors[name], None if scales is None else spec.view(scales, piece, layer))
+            views = [spec.view(array, piece, layer, copy) for copy in range(piece.copies)]
+            its_scales = [None if scales is None else spec.view(scales, piece, layer, copy) for copy in range(piece.copies)]
+            fill(views[0], checkpoint.tensors[name], its_scales[0])
+            for target, source in [*zip(views[1:], views), *zip(its_scales[1:], its_scales)]:
+                if source is not None:
+                    target[...] = source
         done += spec.num_bytes
         if progress is not None:
             progress(done, total)
-        return place(array, spec) if scales is None else QuantizedMatrix(place(array, spec), place(scales, spec))
+        placed = place(array, spec.logical_axes)
+        return placed if scales is None else QuantizedMatrix(placed, place(scales, spec.logical_axes[:-1]))
 
     return jax.tree.map(load, specs)
 
@@ -150,12 +155,6 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     buffer = np.empty(num_bytes + _ALIGNMENT, np.uint8)
     start = -buffer.ctypes.data % _ALIGNMENT
     return buffer[start : start + num_bytes].view(dtype).reshape(shape)
-
-
-def _put(array: np.ndarray, device: jax.Device) -> jax.Array:
-    """On CPU the array itself becomes the jax array.  Elsewhere the copy is awaited: one array at a time."""
-    placed = jax.device_put(array, device, may_alias=True)
-    return placed if device.platform == "cpu" else jax.block_until_ready(placed)
 
 
 def _some(names: list[str]) -> str:

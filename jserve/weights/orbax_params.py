@@ -20,9 +20,10 @@ import numpy as np
 
 from jserve.models.quantized import QuantizedMatrix, quantize_rows
 from jserve.models.spec import ParamSpec, checkpoint_tensors, num_bytes
+from jserve.parallel.placement import Placement
 from jserve.weights.checkpoint import Checkpoint
 from jserve.weights.errors import WeightsError
-from jserve.weights.load import Place, Progress, aligned_empty, check_one_to_one, fill
+from jserve.weights.load import Progress, aligned_empty, check_one_to_one, fill
 
 CHUNK_BYTES = 64 << 20
 """Of one array; what a reader of a part of it has to read at least."""
@@ -50,28 +51,33 @@ def save_params(
             checkpointer.save(folder.absolute(), args=ocp.args.PyTreeSave(tree))
 
 
-def restore_params(folder: Path, specs: Any, place: Place, device: jax.Device, progress: Progress | None = None) -> Any:
-    """The spec tree with arrays for specs, each in its spec's dtype, read by Orbax straight into its device.
+def restore_params(
+    folder: Path, stored: Any, specs: Any, placement: Placement, progress: Progress | None = None
+) -> Any:
+    """The spec tree with arrays for specs, each in its spec's dtype, read by Orbax straight into its devices.
 
-    A quantized parameter is read to the host, and its two arrays go to `place`.
+    A parameter that is quantized, or has another order than in `stored` (the spec tree of what was saved), is read to
+    the host first.
     """
     import orbax.checkpoint as ocp
 
-    named = named_specs(specs)
+    named, named_stored = named_specs(specs), named_specs(stored)
     total, done, arrays = num_bytes(specs), 0, {}
-    sharding = jax.sharding.SingleDeviceSharding(device)
     with _quiet(), ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_ocdbt=False)) as checkpointer:
         try:
-            _check_shapes(folder, named, _flat(checkpointer.metadata(folder.absolute()).item_metadata.tree))
+            _check_shapes(folder, named_stored, _flat(checkpointer.metadata(folder.absolute()).item_metadata.tree))
             for name, spec in named.items():
-                if spec.quantized:
+                found = named_stored[name]
+                on_host = spec.quantized or spec.source != found.source
+                if on_host:
                     how = ocp.RestoreArgs(restore_type=np.ndarray)
                 else:
+                    sharding = placement.sharding(spec.logical_axes, spec.shape)
                     how = ocp.ArrayRestoreArgs(sharding=sharding, dtype=spec.dtype)
-                wanted = _nested({name: jax.ShapeDtypeStruct(spec.shape, spec.dtype)})
+                wanted = _nested({name: jax.ShapeDtypeStruct(found.shape, spec.dtype)})
                 args = ocp.args.PyTreeRestore(wanted, restore_args=_nested({name: how}), partial_restore=True)
                 [array] = jax.tree.leaves(checkpointer.restore(folder.absolute(), args=args))
-                arrays[name] = _quantized(array, spec, place) if spec.quantized else array
+                arrays[name] = _placed(spec.reordered(array, found), spec, placement) if on_host else array
                 done += spec.num_bytes
                 if progress is not None:
                     progress(done, total)
@@ -136,11 +142,14 @@ def _streaming_handler() -> Any:
     return Handler()
 
 
-def _quantized(array: np.ndarray, spec: ParamSpec, place: Place) -> QuantizedMatrix:
+def _placed(array: np.ndarray, spec: ParamSpec, placement: Placement) -> jax.Array | QuantizedMatrix:
+    if not spec.quantized:
+        return placement.put(array.astype(spec.dtype, copy=False), spec.logical_axes)
     values, scales = aligned_empty(spec.shape, np.int8), aligned_empty(spec.shape[:-1], np.float32)
     for row in np.ndindex(spec.shape[:-2]):
         quantize_rows(array[row], values[row], scales[row])
-    return QuantizedMatrix(place(values, spec), place(scales, spec))
+    axes = spec.logical_axes
+    return QuantizedMatrix(placement.put(values, axes), placement.put(scales, axes[:-1]))
 
 
 def _check_shapes(folder: Path, named: Mapping[str, ParamSpec], stored: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from jserve.config import ConfigError
@@ -90,12 +91,12 @@ def test_damage_is_named(bundle, tmp_path):
     (tmp_path / NAME).write_bytes((bundle.folder / NAME).read_bytes())
     copy = open_bundle(tmp_path)
     with pytest.raises(ConfigError, match=f"{entry['file']}: No such file"):
-        copy.load(name)
+        copy.load(name, jax.devices()[:1])
     (tmp_path / entry["file"]).write_bytes((bundle.folder / entry["file"]).read_bytes()[:-1])
     with pytest.raises(ConfigError, match=f"{entry['file']}: other bytes than were written"):
-        copy.load(name)
+        copy.load(name, jax.devices()[:1])
     with pytest.raises(ConfigError, match=r"has no program of another plan; make it again"):
-        copy.load("of another plan")
+        copy.load("of another plan", jax.devices()[:1])
     (tmp_path / NAME).write_text("{")
     with pytest.raises(ConfigError, match="is damaged"):
         open_bundle(tmp_path)

@@ -9,6 +9,7 @@ from jserve.models.layers import linear
 from jserve.models.quantized import QuantizedMatrix, quantize_rows, take_rows
 from jserve.models.registry import model_code
 from jserve.models.spec import leaves, num_bytes, num_parameters, shapes
+from jserve.parallel.placement import on_devices
 from jserve.weights.load import load_model
 from tests.support.tiny_models import full_logits, random_gguf
 
@@ -60,7 +61,7 @@ def test_loading_quantizes_every_matrix_and_the_model_still_says_much_the_same(t
 
     specs = model_code(small.config).param_specs(small.config, "float32", quantize="int8")
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), small.params) == jax.tree.map(
-        lambda leaf: (leaf.shape, leaf.dtype), shapes(specs)
+        lambda leaf: (leaf.shape, leaf.dtype), shapes(specs, on_devices(jax.devices()[:1]))
     )
     assert num_bytes(specs) == sum(leaf.nbytes for leaf in jax.tree.leaves(small.params))
     float_specs = model_code(small.config).param_specs(small.config, "float32")

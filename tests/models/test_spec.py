@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jserve.models import llama
-from jserve.models.config import ModelConfig, RopeScaling
+from jserve.models.config import ModelConfig, ModelError, RopeScaling
 from jserve.models.layers import rope_table
 from jserve.models.spec import (
     ParamSpec,
@@ -42,14 +42,15 @@ CONFIG = ModelConfig(
 )
 
 
-@pytest.mark.parametrize("num_shards", [1, 2])
+@pytest.mark.parametrize("num_shards", [1, 2, 6])
 def test_pieces_fill_every_element_exactly_once(num_shards):
     for spec in leaves(llama.param_specs(CONFIG, "float32", num_shards)):
         counts = np.zeros(spec.shape, np.int32)
         for _, piece, layer in checkpoint_tensors(spec):
-            view = spec.view(counts, piece, layer)
-            assert (view.shape[0] * view.shape[1], *view.shape[2:]) == spec.checkpoint_shape(piece)
-            view += 1
+            for copy in range(piece.copies):
+                view = spec.view(counts, piece, layer, copy)
+                assert (view.shape[0] * view.shape[1], *view.shape[2:]) == spec.checkpoint_shape(piece)
+                view += 1
         assert (counts == 1).all()
 
 
@@ -74,6 +75,27 @@ def test_init_gives_the_shapes_and_dtypes_of_the_specs_and_differs_by_leaf():
                  specs, params)  # fmt: skip
     assert (params.layers.attention_norm == 1).all() and (params.layers.qkv_bias == 0).all()
     assert not (params.embedding == params.head).any(axis=1).all()
+
+
+def test_more_shards_than_kv_heads_repeat_them():
+    """Six devices, two kv heads: each device has one query head and the kv head that it attends to."""
+    whole = _first_layer(_filled(llama.param_specs(CONFIG, "float32"), np.random.default_rng(0))).qkv
+    for_six = _first_layer(_filled(llama.param_specs(CONFIG, "float32", 6), np.random.default_rng(0))).qkv
+    groups = whole.reshape(2, 5, 8, 32)  # three query heads, a key, a value
+    for device, part in enumerate(np.split(for_six, 6)):
+        query, key, value = part.reshape(3, 8, 32)
+        np.testing.assert_array_equal(query, groups[device // 3, device % 3])
+        np.testing.assert_array_equal(key, groups[device // 3, 3])
+        np.testing.assert_array_equal(value, groups[device // 3, 4])
+
+
+def test_parameters_of_one_order_become_those_of_another():
+    stored = llama.param_specs(CONFIG, "float32")
+    specs = llama.param_specs(CONFIG, "float32", 6)
+    arrays = _filled(stored, np.random.default_rng(0))
+    wanted = _filled(specs, np.random.default_rng(0))
+    got = jax.tree.map(lambda spec, other, array: spec.reordered(array, other), specs, stored, arrays)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
 
 
 def test_a_split_of_the_fused_axes_is_a_model_of_fewer_heads():
@@ -105,8 +127,10 @@ def _filled(specs, rng: np.random.Generator):
     def fill(spec: ParamSpec) -> np.ndarray:
         array = np.empty(spec.shape, spec.dtype)
         for _, piece, layer in checkpoint_tensors(spec):
-            view = spec.view(array, piece, layer)
-            view[:] = rng.standard_normal(spec.checkpoint_shape(piece), np.float32).reshape(view.shape)
+            tensor = rng.standard_normal(spec.checkpoint_shape(piece), np.float32)
+            for copy in range(piece.copies):
+                view = spec.view(array, piece, layer, copy)
+                view[:] = tensor.reshape(view.shape)
         return array
 
     return jax.tree.map(fill, specs)
@@ -121,6 +145,7 @@ def _half(leaf: np.ndarray, spec: ParamSpec, index: int) -> np.ndarray:
     return np.split(leaf, 2, axis=split[0])[index] if split else leaf
 
 
-def test_more_shards_than_kv_heads_are_refused():
-    with pytest.raises(ValueError, match="cannot be split over 4"):
-        llama.param_specs(CONFIG, "float32", num_shards=4)
+@pytest.mark.parametrize("num_shards, reason", [(4, "6 heads and an ffn of 48"), (3, "2 kv heads neither divide")])
+def test_shards_that_do_not_divide_are_refused(num_shards, reason):
+    with pytest.raises(ModelError, match=f"tensor_parallel_size = {num_shards}: {reason}"):
+        llama.param_specs(CONFIG, "float32", num_shards=num_shards)
