@@ -117,7 +117,8 @@ def _source_digest() -> str:
     """Of jserve's own code: another version may make other programs."""
     digest = hashlib.sha256()
     for package in (jserve, pallas_kernels):
-        for path in sorted(Path(package.__file__).parent.rglob("*.py")):
+        root = Path(package.__file__).parent
+        for path in sorted((*root.rglob("*.py"), *root.rglob("tuned/*.json"))):  # sizes of kernels' tiles
             digest.update(path.read_bytes())
     return f"{jserve.__version__} {digest.hexdigest()[:16]}"
 

@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention.mosaic_tpu_chunk import ChunkTiles, attend_c
 from pallas_kernels.paged_attention.mosaic_tpu_decode import decode_attention
 from pallas_kernels.paged_attention.mosaic_tpu_tiles import TpuTiles, default_tiles
 from pallas_kernels.paged_attention.mosaic_tpu_write import ChunkWrites, chunk_writes, write_chunks
+from pallas_kernels.paged_attention.tuned import tuned
 
 POOL_TYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 
@@ -66,7 +67,7 @@ def prepare(
         num_live = jnp.max(jnp.where(kv_lens > 0, row + 1, 0))
         return TpuMetadata(tables, kv_lens, num_live, num_live, num_live, None, None)
     decode_lens = jnp.where(row < batch.num_decodes, kv_lens, 0)
-    tiles = tiles or default_tiles(layout)
+    tiles = tiles or tuned(default_tiles(layout), "mosaic_tpu", layout)
     return TpuMetadata(
         tables=tables,
         decode_lens=decode_lens,
@@ -97,7 +98,7 @@ def attend(
     """See `api.paged_attention`.  `tiles` as in `prepare`; `interpret` takes pltpu.InterpretParams in tests."""
     num_tokens = q.shape[0]
     num_rows = metadata.tables.shape[0]
-    tiles = tiles or default_tiles(layout, q.shape[1] // layout.num_kv_heads)
+    tiles = tiles or tuned(default_tiles(layout, q.shape[1] // layout.num_kv_heads), "mosaic_tpu", layout)
     new = pack(k, v, layout, k_scale, v_scale)
     static = {"layout": layout, "spec": spec, "tiles": tiles, "interpret": interpret}
     shared = static | {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}

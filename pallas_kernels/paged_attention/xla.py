@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
 from pallas_kernels.paged_attention.layout import DEAD_BLOCK, PoolLayout, pack, read_blocks
+from pallas_kernels.paged_attention.tuned import tuned
 from pallas_kernels.paged_attention.xla_write import Writes, plan_writes, write
 
 _MASKED = -1e30  # finite, so that a tile without any visible key gives exp(0) and later a factor 0, never inf - inf
@@ -75,17 +76,19 @@ def validate(layout: PoolLayout, spec: AttentionSpec) -> None:
 
 
 def prepare(
-    batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: AttentionSpec, tiles: Tiles = TILES
+    batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: AttentionSpec, tiles: Tiles | None = None
 ) -> Metadata:
     writes = plan_writes(batch, num_tokens, layout, spec)
+    tiles = tiles or tuned(TILES, "xla", layout)
     decodes = _group_decodes(batch, num_tokens, layout, spec, tiles)
     chunks = None if spec.decode_only else _tile_chunks(batch, num_tokens, layout, tiles)
     return Metadata(writes, decodes, chunks)
 
 
 def attend(
-    q, k, v, pool, layer, metadata: Metadata, *, layout, spec, sinks=None, k_scale=None, v_scale=None, tiles=TILES
+    q, k, v, pool, layer, metadata: Metadata, *, layout, spec, sinks=None, k_scale=None, v_scale=None, tiles=None
 ):
+    tiles = tiles or tuned(TILES, "xla", layout)
     pool = write(pool, layer, metadata.writes, pack(k, v, layout, k_scale, v_scale))
     scale = spec.scale if k_scale is None else spec.scale * jnp.reshape(jnp.asarray(k_scale, jnp.float32), (-1, 1, 1))
     q_TKGH = q.astype(jnp.float32).reshape(q.shape[0], layout.num_kv_heads, -1, layout.head_dim) * scale
