@@ -28,7 +28,8 @@ def print_tables(answer: Mapping[str, Any], console: Console | None = None) -> N
     console.print(
         f"To start with (gaps of at most {advice['target_tbt_ms']:g} ms at the longest context):\n"
         f"  jserve serve --max-num-batched-tokens {advice['max_num_batched_tokens']}"
-        f" --max-num-seqs {advice['max_num_seqs']}\n"
+        f" --max-num-seqs {advice['max_num_seqs']}"
+        f"{f' --tensor-parallel-size {devices}' if devices > 1 else ''}\n"
         f"  {compiled['num_programs']} programs to compile: {compiled['forward']} forward (mixed tokens"
         f" {_listed(compiled['token_buckets'])}; decode rows {_listed(compiled['sequence_buckets'])}),"
         f" {compiled['samplers']} samplers, {compiled['scorers']} scorer"

@@ -64,7 +64,7 @@ def plan_memory(roofline: Roofline, *, block_size: int, memory_fraction: float, 
     memory = Memory(
         device_bytes=device.memory_bytes,
         usable_bytes=device.memory_bytes * memory_fraction,
-        weight_bytes=roofline.weight_bytes / devices,
+        weight_bytes=roofline.weight_bytes_per_device,
         reserve_bytes=reserve_bytes,
         kv_bytes_per_token=roofline.kv_bytes_per_token,
         windows=tuple(group.window for group in roofline.model.groups),

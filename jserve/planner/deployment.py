@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jserve.config import ConfigError
+from jserve.parallel import split
 from jserve.planner.capacity import Memory, plan_memory
 from jserve.planner.roofline import Roofline
 from jserve.scheduler.buckets import default_sequence_buckets, default_token_buckets
@@ -143,11 +144,9 @@ def predict(roofline: Roofline, question: Question) -> Deployment:
 def check_parallel(roofline: Roofline) -> None:
     """ConfigError where the model cannot be split over that many devices."""
     devices, model = roofline.tensor_parallel_size, roofline.model
-    if model.num_heads % devices or model.d_ff % devices:
-        raise ConfigError(
-            f"tensor_parallel_size = {devices}: {model.name} has {model.num_heads} heads and an ffn of {model.d_ff},"
-            " both must divide by it"
-        )
+    sizes = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "d_ff": model.d_ff}
+    if reason := split.why_not(devices, **sizes):
+        raise ConfigError(f"tensor_parallel_size = {devices}: {model.name}: {reason}")
 
 
 def decode_step(roofline: Roofline, batch: int, context: int) -> Step:

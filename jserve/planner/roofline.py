@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jserve.parallel.split import stored_kv_heads
 from jserve.planner.devices import DeviceSpec
 from jserve.planner.shapes import ModelShape
 
@@ -47,9 +48,17 @@ class Roofline:
         return self.model.num_parameters * BYTES_OF[self.dtype]
 
     @property
+    def weight_bytes_per_device(self) -> float:
+        """Kv heads of which there are fewer than devices are on several of them."""
+        model, devices = self.model, self.tensor_parallel_size
+        repeated = stored_kv_heads(model.num_kv_heads, devices) - model.num_kv_heads
+        more = model.num_layers * 2 * repeated * model.head_dim * model.d_model
+        return (self.weight_bytes + more * BYTES_OF[self.dtype]) / devices
+
+    @property
     def kv_bytes_per_token(self) -> tuple[int, ...]:
         """Of each layer group, on one device: both halves of what the pool stores, its padding included."""
-        heads = -(-self.model.num_kv_heads // self.tensor_parallel_size)
+        heads = stored_kv_heads(self.model.num_kv_heads, self.tensor_parallel_size) // self.tensor_parallel_size
         one_layer = heads * stored_width(self.device.platform, self.model.head_dim) * BYTES_OF[self.kv_dtype]
         return tuple(group.num_layers * one_layer for group in self.model.groups)
 
@@ -65,7 +74,7 @@ class Roofline:
         model, devices = self.model, self.tensor_parallel_size
         count = float(granted.sum()) if num_tokens is None else num_tokens
         flops = 2 * model.matrix_parameters * count + 2 * model.vocab_size * model.d_model * len(granted)
-        moved = self.weight_bytes / devices
+        moved = self.weight_bytes_per_device
         for group, bytes_per_token in zip(model.groups, self.kv_bytes_per_token):
             seen = _tokens_seen(end, group.window) - _tokens_seen(past, group.window)
             flops += 4 * model.num_heads * model.head_dim * group.num_layers * float(seen.sum())

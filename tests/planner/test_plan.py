@@ -111,7 +111,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers(capsys):
     [
         (["--model", "llama-9", "--device", "h200"], "built in: smollm2-135m"),
         (["--model", "llama-3-8b", "--device", "h300"], "known: a100-80gb"),
-        (["--model", "llama-3-8b", "--device", "h200", "--tp", "3"], "must divide"),
+        (["--model", "llama-3-8b", "--device", "h200", "--tp", "3"], "32 heads and an ffn of 14336 must both divide by it"),
         (["--model", "llama-3-8b", "--device", "v6e-8", "--tp", "16"], "has 8 devices"),
         (["--model", "llama-3-8b", "--device", "h200", "--budget", "32"], "leave nothing"),
     ],
