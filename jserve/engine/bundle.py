@@ -76,10 +76,11 @@ def compile_bundle(config: Config, out: str | Path, target: str | None = None, r
     )
     params = programs.served_shapes(model.params)
     report.line(f"compile plan: {plan}")
-    jobs = {name: functools.partial(_under, None if is_here else placement, lower) for name, lower in programs.jobs(params).items()}
+    elsewhere = None if is_here else placement
+    jobs = {name: functools.partial(_under, elsewhere, lower) for name, lower in programs.jobs(params).items()}
     executables = compile_all(
         jobs, config.compile.num_threads, lambda done, total: report.progress("compile", done, total),
-        options=programs.compiler_options,
+        options=programs.compiler_options, devices=placement.devices,
     )  # fmt: skip
     facts = {**environment_facts(placement.devices[0]), **programs.facts(params)}
     return write_bundle(out, facts, num_blocks, ((str(name), compiled) for name, compiled in executables.items()))

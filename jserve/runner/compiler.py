@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from jserve.runner.executable_store import ExecutableStore
 
@@ -46,10 +47,12 @@ class CompileCounter:
 
 
 @functools.cache
-def understands(option: str, value: Any) -> bool:
-    """Whether this jax's compiler knows a compiler option; they come and go with its versions."""
+def understands(option: str, value: Any, device: jax.Device | None = None) -> bool:
+    """Whether the compiler for a device, which need not be here, knows an option; they come and go with jax's versions."""
+    place = SingleDeviceSharding(device or jax.devices()[0])
     try:
-        jax.jit(lambda x: x + 1).lower(jax.ShapeDtypeStruct((), "int32")).compile(compiler_options={option: value})
+        number = jax.ShapeDtypeStruct((), "int32", sharding=place)
+        jax.jit(lambda x: x + 1).lower(number).compile(compiler_options={option: value})
     except jax.errors.JaxRuntimeError:
         return False
     return True
@@ -69,19 +72,20 @@ def compile_all(
       jobs: program (its str is its name) -> function that lowers it.
       progress: called with (done, total).
       options: compiler options of a program.
-      devices: where kept executables are to run; None is jax's default device.
+      devices: where the executables are to run; None is jax's default device.
     Returns:
       program -> executable, in the order of `jobs`.
     """
+    devices = devices or jax.devices()[:1]
     lock = threading.Lock()
     done = 0
 
     def compile_one(item: tuple[Any, Callable[[], jax.stages.Lowered]]) -> tuple[Any, jax.stages.Compiled]:
         nonlocal done
         program, lower = item
-        compiled = None if store is None else store.load(str(program), devices or jax.devices()[:1])
+        compiled = None if store is None else store.load(str(program), devices)
         if compiled is None:
-            compiled = lower().compile(compiler_options=_understood(options(program)))
+            compiled = lower().compile(compiler_options=_understood(options(program), devices[0]))
             if store is not None:
                 store.save(str(program), compiled)
         with lock:
@@ -96,5 +100,5 @@ def compile_all(
     return executables
 
 
-def _understood(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {option: value for option, value in options.items() if understands(option, value)}
+def _understood(options: Mapping[str, Any], device: jax.Device) -> dict[str, Any]:
+    return {option: value for option, value in options.items() if understands(option, value, device)}

@@ -76,6 +76,7 @@ def test_whole_step(case):
         (("h100", "llama3-70b"), "67.06 GiB usable - weights 131."),
         (("h100", "llama3-70b", "--tp", "3"), "tensor_parallel_size = 3: 64 heads and an ffn of 28672 must both divide by it"),
     ],
+    ids=["70b-v5e-8", "8b-v5e", "gpu-70b-h100", "gpu-three-h100"],
 )
 def test_what_cannot_fit_is_refused_before_a_compiler_starts(arguments, message):
     """Both compilers are spared; that for GPUs would refuse nothing."""
