@@ -180,9 +180,9 @@ def default_tiles(implementation: str, pool_layout, queries_per_kv_head: int):
 
         return mosaic_tpu_tiles.default_tiles(pool_layout, queries_per_kv_head)
     if implementation == "mosaic_gpu":
-        from pallas_kernels.paged_attention.mosaic_gpu_tiles import DEFAULT_TILES
+        from pallas_kernels.paged_attention import mosaic_gpu, mosaic_gpu_tiles
 
-        return DEFAULT_TILES
+        return mosaic_gpu_tiles.default_tiles(pool_layout, mosaic_gpu.INSTRUCTIONS[mosaic_gpu.compute_capability()])
     from pallas_kernels.paged_attention.xla import TILES
 
     return TILES

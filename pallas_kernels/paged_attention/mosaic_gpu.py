@@ -35,6 +35,7 @@ from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
     default_tiles,
     fits_tiles,
 )
+from pallas_kernels.paged_attention.tuned import tuned
 
 POOL_TYPES = (*WIDE_TYPES, *NARROW_TYPES)
 INSTRUCTIONS = {"9.0": "wgmma", "10.0": "tcgen05"}
@@ -123,7 +124,7 @@ def attend(
     """See `api.paged_attention`.  `interpret` takes InterpretGPUParams in tests."""
     tokens = metadata.tokens
     pool = write_tokens(pool, layer, tokens.block, tokens.offset, pack(k, v, layout, k_scale, v_scale))
-    tiles = tiles or _default_tiles(layout)
+    tiles = tiles or tuned(_default_tiles(layout), "mosaic_gpu", layout)
     static = {"layout": layout, "spec": spec, "tiles": tiles, "interpret": interpret}
 
     num_tokens, num_heads, _ = q.shape
