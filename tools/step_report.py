@@ -137,10 +137,11 @@ def settings(model, placement, quantize: str):
 def measure(compiled, local_shapes: dict[str, tuple[int, ...]]) -> dict:
     """Bytes of one device, copies of anything that must stay where it is, and what devices exchange."""
     memory, text = compiled.memory_analysis(), compiled.as_text()
+    outside_fusions = re.sub(r"(?ms)^%\S*fused\S* .*?^}", "", text)  # within one, a copy is an order of reading
     copies = {
         name: count
         for name, shape in local_shapes.items()
-        if (count := len(re.findall(rf"\[{','.join(map(str, shape))}\]\S* (?:copy|copy-start)\(", text)))
+        if (count := len(re.findall(rf"\[{','.join(map(str, shape))}\]\S* (?:copy|copy-start)\(", outside_fusions)))
     }
     return {
         "argument_bytes": memory.argument_size_in_bytes,
