@@ -30,6 +30,7 @@ def main() -> None:
         "step_microseconds": {f"{size:.0e}": step_times(int(size), 200 * scale) for size in (1e3, 1e4, 1e5, 1e6)},
         "step_microseconds_per_slots": {slots: step_times(10_000, 200 * scale, slots) for slots in (64, 128, 256)},
         "waiting_head_microseconds": {index: waiting_head_time(index) for index in ("hash", "radix")},
+        "tiers": compare_tiers(80 * scale),
         "workloads": {name: compare_indexes(make, 40 * scale) for name, make in WORKLOADS.items()},
     }
     print(json.dumps(report) if options.json else as_text(report))
@@ -38,18 +39,22 @@ def main() -> None:
 def step_times(num_blocks: int, num_steps: int, num_slots: int = NUM_SLOTS) -> dict[str, float]:
     """Microseconds of a decode step of all slots (grow_each, commit_each) in a pool where every free block is a cached
     one, so that each new block evicts. spread: a sixteenth of the slots fills a block in each step; aligned: all
-    slots do, in one step of sixteen."""
+    slots do, in one step of sixteen; host_tier: spread, with a host tier that gets what is evicted and drops as much."""
+    spread = np.arange(num_slots) % BLOCK_SIZE
     return {
-        "spread": step_time(num_blocks, num_steps, num_slots, np.arange(num_slots) % BLOCK_SIZE),
+        "spread": step_time(num_blocks, num_steps, num_slots, spread),
         "aligned": step_time(num_blocks, 30, num_slots, np.zeros(num_slots, int)),
+        "host_tier": step_time(num_blocks, num_steps, num_slots, spread, num_blocks),
     }
 
 
-def step_time(num_blocks: int, num_samples: int, num_slots: int, offsets: np.ndarray) -> float:
+def step_time(
+    num_blocks: int, num_samples: int, num_slots: int, offsets: np.ndarray, num_host_blocks: int | None = None
+) -> float:
     """Sequences start `offsets` tokens into a block and are started anew after three blocks. The lower quartile of the
     steps in which a block is full: other processes on the machine disturb the rest."""
-    kv = make_manager(num_blocks, "radix", num_slots)
-    fill_with_cached(kv)
+    kv = make_manager(num_blocks, "radix", num_slots, num_host_blocks)
+    fill_with_cached(kv, num_blocks + (num_host_blocks or 0))
     random = np.random.default_rng(0)
     tokens = random.integers(0, 50_000, (num_slots, 4 * BLOCK_SIZE)).astype(np.int32)
     slots, num_computed = np.arange(num_slots), offsets.copy()
@@ -68,6 +73,8 @@ def step_time(num_blocks: int, num_samples: int, num_slots: int, offsets: np.nda
         started = time.perf_counter()
         kv.commit_each(slots, tokens, num_computed)
         assert kv.grow_each(slots, num_computed + 1) == num_slots
+        if num_host_blocks is not None:
+            kv.saves_arrived(kv.take_saves())
         if fills_blocks:
             times.append(time.perf_counter() - started)
         num_computed += 1
@@ -142,6 +149,30 @@ def compare_indexes(make: Callable[[np.random.Generator, int], Iterator[Request]
     return result
 
 
+def compare_tiers(count: int) -> dict[str, dict[str, float]]:
+    """Conversations whose turns come too far apart for the pool: hit rates without and with host blocks below it."""
+    result = {}
+    for num_host_blocks in (None, 2_500, 10_000):
+        kv = make_manager(2_500, "radix", 2, num_host_blocks)
+        times = []
+        for prompt, output in multi_turn(np.random.default_rng(1), count):
+            started = time.perf_counter()
+            if kv.tiers is not None and (fetch := kv.tiers.begin_fetch(prompt)) is not None:
+                assert kv.tiers.advance_fetch(fetch, 10**6)
+                kv.tiers.end_fetch(fetch)
+                kv.take_loads()
+                kv.tiers.poll()
+            run_request(kv, prompt, output)
+            kv.saves_arrived(kv.take_saves())
+            times.append(time.perf_counter() - started)
+        assert kv.check_integrity() == []
+        result[str(num_host_blocks or 0)] = {
+            "hit_rate": kv.stats.num_hit_tokens / kv.stats.num_queried_tokens,
+            "microseconds": 1e6 * float(np.median(times)),
+        }
+    return result
+
+
 def run_request(kv: BlockManager, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
     """Seconds of admission (can_admit and admit), and of all else (grow, commit in two parts, free)."""
     tokens = np.concatenate([prompt, output])
@@ -156,7 +187,7 @@ def run_request(kv: BlockManager, prompt: np.ndarray, output: np.ndarray) -> np.
     return np.array([admitted - started, time.perf_counter() - admitted])
 
 
-def make_manager(num_blocks: int, index: str, num_slots: int) -> BlockManager:
+def make_manager(num_blocks: int, index: str, num_slots: int, num_host_blocks: int | None = None) -> BlockManager:
     return BlockManager(
         groups=[GroupSpec()],
         num_blocks=[num_blocks],
@@ -164,16 +195,18 @@ def make_manager(num_blocks: int, index: str, num_slots: int) -> BlockManager:
         num_slots=num_slots,
         max_blocks_per_seq=2_048,
         index=index,
+        num_host_blocks=None if num_host_blocks is None else [num_host_blocks],
+        host_tier=num_host_blocks is not None,
     )
 
 
-def fill_with_cached(kv: BlockManager) -> None:
+def fill_with_cached(kv: BlockManager, num_blocks: int) -> None:
+    """Writes about num_blocks blocks, each other's successors in the pool and in what lies below it."""
     chunk = min(1_000, kv.num_total_blocks // 4)
-    start = 0
-    while kv.num_free_blocks > chunk:
+    for start in range(0, (num_blocks - chunk) * BLOCK_SIZE, chunk * BLOCK_SIZE):
         tokens = np.arange(start, start + chunk * BLOCK_SIZE, dtype=np.int32)
         run_request(kv, tokens, tokens[:0])
-        start += len(tokens)
+        kv.saves_arrived(kv.take_saves())
 
 
 def timed(call: Callable[[], object]) -> float:
@@ -188,12 +221,18 @@ def as_text(report: dict) -> str:
     for size, figures in report["step_microseconds"].items():
         lines.append(
             f"  {size} blocks: {figures['spread']:6.0f} us, {figures['spread'] / base:.2f}x of 1e+03; "
-            f"{figures['aligned']:6.0f} us where all slots fill a block in the same step"
+            f"{figures['aligned']:6.0f} us where all slots fill a block in the same step; "
+            f"{figures['host_tier']:6.0f} us with a host tier"
         )
     for slots, figures in report["step_microseconds_per_slots"].items():
         lines.append(f"  {slots} slots: {figures['spread']:6.0f} us, {figures['spread'] / slots:.2f} us a slot")
     for index, figure in report["waiting_head_microseconds"].items():
         lines.append(f"can_admit of a waiting, wholly cached prompt of 32,000 tokens, {index}: {figure:.0f} us")
+    for num_host_blocks, figures in report["tiers"].items():
+        lines.append(
+            f"multi-turn, 2,500 blocks, {num_host_blocks} host blocks: hit rate {figures['hit_rate']:.3f}, "
+            f"{figures['microseconds']:.0f} us a request"
+        )
     for name, result in report["workloads"].items():
         for index in ("hash", "radix"):
             figures = result[index]

@@ -155,8 +155,8 @@ class BlockTables:
         """Where the content of `block` is now: elsewhere while a copy into it is still due."""
         return self._copies.get((group, block), block)
 
-    def awaits_load(self, group: int, blocks: np.ndarray) -> bool:
-        return bool(self._loads) and any((group, block) in self._loads for block in blocks.tolist())
+    def awaits_load(self, group: int, block: int) -> bool:
+        return (group, block) in self._loads
 
     def loads_from(self, group: int, host_blocks: np.ndarray) -> bool:
         pending = {host_block for (loaded, _), host_block in self._loads.items() if loaded == group}

@@ -72,19 +72,10 @@ class DiskTier:
     def lookup(self, group: int, node: int) -> bool:
         return self._store.holds(self._name(group, self._index.key(node, self._chain)))
 
-    def save(self, group: int, node: int, block: int) -> bool:
-        """block: in host memory. False also where it is to be written later."""
-        name = self._name(group, self._index.key(node, self._chain))
-        if self._store.holds(name):
-            return True
-        if len(self._writing) >= self._most_writing:
-            self._backlog.append((group, node, block))
-            return False
-        transfer = Transfer(group, block)
-        self._host.share(group, block)
-        self._writing.add(transfer)
-        self._store.put(name, self._label(group, node), transfer)
-        return True
+    def save(self, group: int, nodes: Sequence[int], blocks: Sequence[int]) -> None:
+        """blocks: in host memory. Written later where too many are being written now."""
+        self._backlog.extend((group, node, block) for node, block in zip(nodes, blocks))
+        self._write_some()
 
     def load(self, group: int, node: int) -> bool:
         """Into host memory: once `poll` has heard of it, and the copy was made, the host tier has it."""
@@ -137,10 +128,19 @@ class DiskTier:
                 self.num_loaded_blocks += 1
             self._host.release(group, host_block)
             self._index.drop(node)
+        self._write_some()
+
+    def _write_some(self) -> None:
         while self._backlog and len(self._writing) < self._most_writing:
             group, node, host_block = self._backlog.popleft()
-            if self._host.has(group, node, host_block):
-                self.save(group, node, host_block)
+            if not self._host.has(group, node, host_block):
+                continue
+            name = self._name(group, self._index.key(node, self._chain))
+            if not self._store.holds(name):
+                transfer = Transfer(group, host_block)
+                self._host.share(group, host_block)
+                self._writing.add(transfer)
+                self._store.put(name, self._label(group, node), transfer)
 
     @property
     def num_writes_left(self) -> int:

@@ -33,8 +33,8 @@ class HostTier:
         self._arriving: set[tuple[int, int]] = set()  # saves that are due or run
         self._loading: list[tuple[int, int]] = []  # host blocks whose loads are due
         self._loaded: list[tuple[int, int]] = []  # host blocks that the plan now being made reads
-        self.on_arrival: Callable[[int, int, int], None] = lambda group, node, host_block: None
-        """Hears of every block that has come from the device."""
+        self.on_arrival: Callable[[int, list[int], list[int]], None] = lambda group, nodes, host_blocks: None
+        """Hears of the blocks that have come from the device."""
         self.num_saved_blocks = self.num_loaded_blocks = self.num_dropped_blocks = 0
         """Dropped: handed out to somebody else. Moved: copies that were part of a step."""
 
@@ -43,18 +43,28 @@ class HostTier:
     def lookup(self, group: int, node: int) -> bool:
         return self._index.block(self._first_column + group, node) != NO_BLOCK
 
-    def save(self, group: int, node: int, block: int) -> bool:
-        """block: on the device; what it holds now is copied before anybody writes to it."""
-        if self.lookup(group, node):
-            self.touch(group, node)
-            return True
-        if self._memory.awaits_load(group, np.array([block])) or not self.pools[group].num_available:
-            return False  # where the content is still to come from a swapped sequence, there is nothing to save
-        host_block = self.take(group)
-        self._saves[group, host_block] = block
-        self._arriving.add((group, host_block))
-        self.keep(group, node, host_block)
-        return True
+    def save(self, group: int, nodes: Sequence[int], blocks: Sequence[int]) -> None:
+        """blocks: on the device; what they hold now is copied before anybody writes to them."""
+        column, pool = self._first_column + group, self.pools[group]
+        known = [self._index.block(column, node) for node in nodes]
+        if present := [host_block for host_block in known if host_block != NO_BLOCK]:
+            self._touch(group, present)
+        # What is still to come from a swapped sequence is not on the device to be saved.
+        pairs = [
+            (node, block)
+            for node, block, host_block in zip(nodes, blocks, known)
+            if host_block == NO_BLOCK and not self._memory.awaits_load(group, block)
+        ]
+        if not pairs or not pool.num_available:
+            return
+        pairs = pairs[-pool.num_available :]
+        host_blocks, evicted = pool.allocate(len(pairs))
+        self.forget(group, evicted)
+        pool.findable[host_blocks] = True
+        for (node, block), host_block in zip(pairs, host_blocks.tolist()):
+            self._index.place(column, node, host_block)
+            self._saves[group, host_block] = block
+            self._arriving.add((group, host_block))
 
     def load(self, group: int, node: int) -> bool:
         """Into a device block that is cached from now on; the next step's loads fill it."""
@@ -90,9 +100,7 @@ class HostTier:
 
     def touch(self, group: int, node: int) -> None:
         """The node's block is now the last to be dropped."""
-        block = np.array([self._index.block(self._first_column + group, node)], np.int32)
-        self.pools[group].share(block)
-        self.pools[group].release(block)
+        self._touch(group, [self._index.block(self._first_column + group, node)])
 
     def share(self, group: int, host_block: int) -> None:
         """One more copy from it runs."""
@@ -128,8 +136,8 @@ class HostTier:
     def save_cached(self) -> None:
         """Starts to save what only the device has cached, the last used first, as far as there is room."""
         for group, (pool, host_pool) in enumerate(zip(self._memory.pools, self.pools)):
-            for block in pool.cached_blocks()[::-1][: host_pool.num_available].tolist():
-                self.save(group, self._index.node_at(group, block), block)
+            blocks = pool.cached_blocks()[::-1][: host_pool.num_available].tolist()
+            self.save(group, [self._index.node_at(group, block) for block in blocks], blocks)
 
     def loads_taken(self, loads: Sequence[Copy]) -> None:
         """The loads that were due are part of a plan; of those that were cancelled nobody hears again."""
@@ -146,13 +154,14 @@ class HostTier:
 
     def arrived(self, saves: Sequence[Copy]) -> None:
         """The step with these saves is done; among them may be those of swapped sequences."""
-        for group, _, host_block in saves:
-            if (group, host_block) in self._arriving:
-                self._arriving.remove((group, host_block))
-                node = self._index.node_at(self._first_column + group, host_block)
-                if node is not None:
-                    self.on_arrival(group, node, host_block)
-                self.release(group, host_block)
+        for group, pool in enumerate(self.pools):
+            column = self._first_column + group
+            host_blocks = [block for of_group, _, block in saves if of_group == group and (group, block) in self._arriving]
+            self._arriving.difference_update((group, host_block) for host_block in host_blocks)
+            if host_blocks:
+                found = [(node, block) for block in host_blocks if (node := self._index.node_at(column, block)) is not None]
+                self.on_arrival(group, [node for node, _ in found], [block for _, block in found])
+                pool.release(np.array(host_blocks, np.int32))
 
     # The end of it
 
@@ -188,3 +197,8 @@ class HostTier:
             if set(np.flatnonzero(pool.findable).tolist()) != set(known):
                 problems.append(f"host memory, group {group}: the findable blocks of pool and index differ")
         return problems
+
+    def _touch(self, group: int, host_blocks: list[int]) -> None:
+        blocks = np.array(host_blocks, np.int32)
+        self.pools[group].share(blocks)
+        self.pools[group].release(blocks)

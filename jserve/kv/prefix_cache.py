@@ -38,8 +38,8 @@ class PrefixCache:
         self._has_duplicates = [False] * num_slots
         self.next_border = np.full(num_slots, _NEVER)
         """Computed tokens from which `register` has something to do."""
-        self.on_evict: Callable[[int, int, int], None] = lambda group, node, block: None
-        """Hears of (group, index node, block) before the block of a cached prefix goes to somebody else."""
+        self.on_evict: Callable[[int, list[int], list[int]], None] | None = None
+        """Hears of (group, index nodes, blocks) before the blocks of cached prefixes go to somebody else."""
         self.num_evicted_blocks = 0
         self.num_duplicate_blocks = 0
 
@@ -131,8 +131,9 @@ class PrefixCache:
     def forget(self, group: int, blocks: list[int]) -> None:
         """Cached blocks were handed out to somebody else."""
         self.num_evicted_blocks += len(blocks)
+        if self.on_evict is not None:
+            self.on_evict(group, [self._index.node_at(group, block) for block in blocks], blocks)
         for block in blocks:
-            self.on_evict(group, self._index.node_at(group, block), block)
             self._index.evict(group, block)
 
     # Sequences in host memory

@@ -54,7 +54,8 @@ class HostSwap:
     def can_save(self, slots: Sequence[int]) -> bool:
         """Whether the host has room, and all that `slots` name has arrived from there."""
         return all(
-            len(blocks) <= pool.num_available and not self._memory.awaits_load(group, blocks)
+            len(blocks) <= pool.num_available
+            and not any(self._memory.awaits_load(group, block) for block in blocks.tolist())
             for group, (pool, blocks) in enumerate(zip(self.pools, self._distinct_blocks(slots)))
         )
 

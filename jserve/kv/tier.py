@@ -6,6 +6,7 @@ themselves run elsewhere, in steps or in threads, and blocks are nobody else's u
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 
@@ -15,8 +16,9 @@ class Tier(Protocol):
     def lookup(self, group: int, node: int) -> bool:
         """Whether it has the node's block."""
 
-    def save(self, group: int, node: int, block: int) -> bool:
-        """Starts to copy the node's content from `block` of the memory above; False where it takes no more now."""
+    def save(self, group: int, nodes: Sequence[int], blocks: Sequence[int]) -> None:
+        """Starts to copy each node's content from its block of the memory above, as far as it has none yet and there is
+        room."""
 
     def load(self, group: int, node: int) -> bool:
         """Starts to copy the node's block into the memory above; False where there is no room.
