@@ -99,6 +99,8 @@ class CompileSection:
     """Token buckets of mixed steps. auto: powers of two from 16 up to max_num_batched_tokens, which is always one."""
     sequence_buckets: tuple[int, ...] | None = None
     """Sequence buckets of decode steps. auto: powers of two up to max_num_seqs, which is always one."""
+    deterministic: bool = False
+    """A request's tokens and logprobs have the same bits whatever batch, chunks, cache or preemption it meets; slower."""
     forbid_compile: bool = False
     """A compile after readiness is an error instead of a counted event."""
     num_threads: int | None = None
@@ -114,7 +116,7 @@ class ParallelSection:
 @dataclass(frozen=True)
 class KernelSection:
     attention: str | None = None
-    """reference, xla, mosaic_tpu or mosaic_gpu. auto: the best the platform has; an explicit one that cannot serve is an error."""
+    """reference, xla, aligned, mosaic_tpu or mosaic_gpu. auto: the best the platform has; an explicit one that cannot serve is an error."""
 
 
 @dataclass(frozen=True)

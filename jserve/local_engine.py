@@ -38,7 +38,7 @@ def for_one_stream(config: Config, num_outputs: int = 1) -> Config:
     if config.scheduler.max_num_seqs is None:
         config = config.replace("scheduler", max_num_seqs=max(1, num_outputs))
     budget = config.scheduler.max_num_batched_tokens
-    if config.compile.token_buckets is None:
+    if config.compile.token_buckets is None and not config.compile.deterministic:
         buckets = tuple(size for size in ONE_STREAM_TOKEN_BUCKETS if budget is None or size <= budget)
         config = config.replace("compile", token_buckets=buckets)
     return config

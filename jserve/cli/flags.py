@@ -46,6 +46,7 @@ ALIASES = (
     Alias(("--policy",), "scheduler.policy", "NAME", "fcfs, priority, shortest-remaining, longest-prefix or fair"),
     Alias(("--target-tbt-ms",), "scheduler.target_tbt_ms", "MS", "gap between tokens that steps with prefill keep"),
     Alias(("--step-log",), "scheduler.step_log", "FILE", "log every decision of the scheduler, for `jserve replay`"),
+    Alias(("--deterministic",), "compile.deterministic", help="the same bits in every batch; slower", fixed=True),
     Alias(("--forbid-compile",), "compile.forbid_compile", help="a compile after start is an error", fixed=True),
     Alias(("--bundle",), "compile.bundle", "FOLDER", "executables that `jserve compile` made: nothing is compiled"),
     Alias(("--cache-dir",), "compile.cache_dir", "FOLDER", "compiled programs and fetched models"),

@@ -243,7 +243,11 @@ def resolve_automatic(config: Config, platform: str) -> Config:
 
     default("model", dtype="float32" if on_cpu else "bfloat16")
     default("kv", dtype="float32" if on_cpu else config.model.dtype)
-    default("scheduler", max_num_batched_tokens=512 if on_cpu else 2048, max_num_seqs=64 if on_cpu else 256)
+    default("scheduler", max_num_seqs=64 if on_cpu else 256)
+    budget = 512 if on_cpu else 2048
+    if config.compile.deterministic:  # tiles gain nothing from large steps, and the one program moves all its rows
+        budget = max(128, config.scheduler.max_num_seqs)
+    default("scheduler", max_num_batched_tokens=budget)
     default("compile", num_threads=os.cpu_count() or 1)
     for key, value in (("model.dtype", config.model.dtype), ("kv.dtype", config.kv.dtype)):
         if value not in DTYPES:
@@ -411,8 +415,13 @@ def make_programs(
 ) -> ProgramSet:
     """The programs of a resolved config, not yet compiled."""
     groups = model.layer_groups
+    asked = config.kernel.attention
+    if config.compile.deterministic:
+        if asked not in (None, "aligned"):
+            raise ConfigError(f"kernel.attention = {asked!r}: with compile.deterministic it is aligned")
+        asked = "aligned"
     implementations = {
-        choose(one.platform, one, attention_spec(model, group), config.kernel.attention)
+        choose(one.platform, one, attention_spec(model, group), asked)
         for one, group in zip(layouts, groups)
     }
     if len(implementations) != 1:
@@ -521,7 +530,7 @@ def _wire(
         max_num_seqs=plan.num_slots,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         generation_defaults=defaults,
-        capabilities=dict(SUPPORTED),
+        capabilities=SUPPORTED | {"deterministic": config.compile.deterministic},
         has_chat_template=tokenizer.chat_template is not None,
         digest=model.digest,
         platform=jax.default_backend(),

@@ -29,6 +29,8 @@ class AttentionPlan:
     """One per layer group."""
     decode_only: bool = False
     """The step's promise that flat token s is row s (AttentionSpec.decode_only)."""
+    row_tile: int | None = None
+    """Rows that matrix products take at a time (models.row_tiles); None: all."""
 
     @property
     def platform(self) -> str:

@@ -10,6 +10,7 @@ shard (ModelConfig.shard), whose `shard_axis` says where sums over heads, ffn an
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -21,6 +22,7 @@ from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan, ForwardInputs, attention_spec
 from jserve.models.layers import apply_rope, dot_precision, linear, rms_norm, rope_table
 from jserve.models.quantized import QuantizedMatrix, quantized_dot, take_rows
+from jserve.models.row_tiles import in_tiles
 from jserve.models.run_layers import run_layers
 from jserve.models.spec import Initialiser, ParamSpec, Piece, normal, ones, zeros
 from jserve.parallel.split import stored_kv_heads
@@ -57,6 +59,7 @@ class StepContext:
 
     attention: Any  # metadata of paged attention
     rope: tuple[jax.Array, jax.Array]
+    num_tokens: jax.Array  # i32[], without padding
 
 
 def forward(
@@ -91,7 +94,7 @@ def begin(
     hidden_TD = take_rows(
         params.embedding, inputs.token_ids, params.final_norm.dtype, _vocab_axis(params.embedding, config)
     )
-    return hidden_TD, StepContext(metadata, rope)
+    return hidden_TD, StepContext(metadata, rope, batch.cu_q_lens[-1])
 
 
 def layer(
@@ -105,18 +108,25 @@ def layer(
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """Hidden and pools after layer `index`, whose weights have no layer axis."""
     (layout,), (pool,) = attention.layouts, pools
-    x_TD = rms_norm(hidden_TD, weights.attention_norm, config.norm_eps)
-    q_TNH, k_TKH, v_TKH = _qkv(x_TD, weights, config, context.rope)
+
+    def before_attention(hidden_TD, rope):
+        return _qkv(rms_norm(hidden_TD, weights.attention_norm, config.norm_eps), weights, config, rope)
+
+    def after_attention(hidden_TD, heads_TD):
+        hidden_TD = hidden_TD + linear(
+            heads_TD, weights.attention_out, weights.attention_out_bias, sum_over=config.shard_axis
+        )
+        x_TD = rms_norm(hidden_TD, weights.mlp_norm, config.norm_eps)
+        return hidden_TD + _mlp(x_TD, weights, config.shard_axis)
+
+    in_rows = functools.partial(in_tiles, num_rows=context.num_tokens, tile=attention.row_tile)
+    q_TNH, k_TKH, v_TKH = in_rows(before_attention, hidden_TD, context.rope)
     heads_TNH, pool = paged_attention(
         q_TNH, k_TKH, v_TKH, pool, index, context.attention,
         layout=layout, spec=_spec(config, attention), implementation=attention.implementation,
     )  # fmt: skip
     heads_TD = heads_TNH.reshape(heads_TNH.shape[0], -1)
-    hidden_TD = hidden_TD + linear(
-        heads_TD, weights.attention_out, weights.attention_out_bias, sum_over=config.shard_axis
-    )
-    x_TD = rms_norm(hidden_TD, weights.mlp_norm, config.norm_eps)
-    return hidden_TD + _mlp(x_TD, weights, config.shard_axis), (pool,)
+    return in_rows(after_attention, hidden_TD, heads_TD), (pool,)
 
 
 def finish(params: LlamaParams, config: ModelConfig, hidden_TD: jax.Array) -> jax.Array:

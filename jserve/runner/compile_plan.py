@@ -13,6 +13,9 @@ from jserve.config import Config, ConfigError
 from jserve.sampling.sampler import VARIANTS, SamplerVariant
 from jserve.scheduler.buckets import default_sequence_buckets, default_token_buckets
 
+ROW_TILE = 16
+"""Rows that products take at a time where results must not depend on the step: fewer read the weights more often, more
+compute padding for a lone stream."""
 SCORED_ROWS = 64
 """Prompt positions that one scorer call handles: bounds the logits of prompt_logprobs to SCORED_ROWS x vocabulary."""
 
@@ -45,14 +48,18 @@ class CompilePlan:
     token_buckets: tuple[int, ...]
     sequence_buckets: tuple[int, ...]
     num_slots: int
+    row_tile: int | None = None
+    """Set: one forward program serves every step, in tiles of so many rows; the buckets are what it then computes."""
 
     @property
     def mixed_shapes(self) -> tuple[StepShape, ...]:
-        return tuple(StepShape(size, min(size, self.num_slots), False) for size in self.token_buckets)
+        sizes = self.token_buckets if self.row_tile is None else self.token_buckets[-1:]
+        return tuple(StepShape(size, min(size, self.num_slots), False) for size in sizes)
 
     @property
     def decode_shapes(self) -> tuple[StepShape, ...]:
-        return tuple(StepShape(size, size, True) for size in self.sequence_buckets)
+        sizes = self.sequence_buckets if self.row_tile is None else ()
+        return tuple(StepShape(size, size, True) for size in sizes)
 
     @property
     def step_shapes(self) -> tuple[StepShape, ...]:
@@ -65,14 +72,25 @@ class CompilePlan:
     @property
     def head_rows(self) -> tuple[int, ...]:
         """Row buckets of the LM head, the costly part of sampling."""
-        return self.sequence_buckets
+        return self.sequence_buckets if self.row_tile is None else self.sampler_rows
 
     @property
     def sampler_rows(self) -> tuple[int, ...]:
         """Row buckets of the samplers: two, because a sampler compiles for seconds and runs for little of a step."""
         return tuple(sorted({min(size, self.num_slots) for size in (8, self.num_slots)}))
 
+    def step_shape(self, bucket: int, decode_only: bool) -> StepShape:
+        """Of the program that runs a step of that bucket."""
+        if self.row_tile is not None:
+            return self.mixed_shapes[-1]
+        return StepShape(bucket, bucket if decode_only else min(bucket, self.num_slots), decode_only)
+
     def __str__(self) -> str:
+        if self.row_tile is not None:
+            return (
+                f"deterministic: 1 forward program of {self.token_buckets[-1]} tokens in tiles of {self.row_tile}, "
+                f"{len(self.head_rows)} heads, {len(self.sampler_shapes)} samplers, 1 prompt scorer"
+            )
         return (
             f"{len(self.step_shapes)} forward programs (decode rows {_listed(self.sequence_buckets)}; mixed tokens "
             f"{_listed(self.token_buckets)}), {len(self.head_rows)} heads, {len(self.sampler_shapes)} samplers, 1 prompt scorer"
@@ -88,6 +106,8 @@ def make_compile_plan(config: Config) -> CompilePlan:
     scheduler = config.scheduler
     budget = scheduler.max_num_batched_tokens
     num_slots = min(scheduler.max_num_seqs, budget)
+    if config.compile.deterministic:
+        return _deterministic_plan(config, budget, num_slots)
     return CompilePlan(
         token_buckets=_checked(
             "compile.token_buckets", config.compile.token_buckets, default_token_buckets(budget)
@@ -97,6 +117,14 @@ def make_compile_plan(config: Config) -> CompilePlan:
         ),
         num_slots=num_slots,
     )
+
+
+def _deterministic_plan(config: Config, budget: int, num_slots: int) -> CompilePlan:
+    for key in ("token_buckets", "sequence_buckets"):
+        if (value := getattr(config.compile, key)) is not None:
+            raise ConfigError(f"compile.{key} = {list(value)}: with compile.deterministic one program serves every step")
+    tiles = lambda size: (*range(ROW_TILE, size, ROW_TILE), -(-size // ROW_TILE) * ROW_TILE)
+    return CompilePlan(tiles(budget), tiles(num_slots), num_slots, ROW_TILE)
 
 
 def _checked(key: str, buckets: tuple[int, ...] | None, default: tuple[int, ...]) -> tuple[int, ...]:

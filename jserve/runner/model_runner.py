@@ -23,7 +23,6 @@ from jserve.runner.pooling import Pooled, start_pooling
 from jserve.runner.programs import NUM_SWAPPED, ProgramSet, SampledColumns
 from jserve.runner.sampling_rows import SamplingRows
 from jserve.sampling.sampler import SamplerVariant
-from jserve.scheduler.buckets import bucket_for
 from jserve.scheduler.plan import PromptScores, StepOutput, StepPlan
 from jserve.scheduler.sequence import Sequence
 
@@ -118,7 +117,7 @@ class ModelRunner:
             self._pools = programs.load_blocks(self._pools, self._host, plan.loads)
         if plan.poisoned:
             self._pools = programs.poison_blocks(self._pools, plan.poisoned)
-        shape = programs.step_shape(plan.bucket, plan.decode_only)
+        shape = programs.plan.step_shape(plan.bucket, plan.decode_only)
         packed = build(plan, programs.input_layout(shape), self._tables)
         hidden, sample_hidden, self._pools = programs.forward(
             shape, self._params, self._pools, self._slot_tokens, packed
@@ -183,7 +182,7 @@ class ModelRunner:
         """Starts head and sampler of a step; the sampler's packed output, that for beams, and errors of rows that cannot
         go on."""
         programs, rows = self._programs, plan.sampling_rows
-        logits = programs.logits(bucket_for(programs.plan.head_rows, len(rows)), self._params, sample_hidden)
+        logits = programs.logits(len(rows), self._params, sample_hidden)
         beams = programs.beam_candidates(logits, plan.beams) if len(plan.beams) else None
         if len(plan.beams) == len(rows):
             return None, beams, {}

@@ -18,6 +18,7 @@ import numpy as np
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan
 from jserve.models.registry import model_code
+from jserve.models.row_tiles import in_tiles
 from jserve.parallel.placement import POOL, Placement, on_devices
 from jserve.runner import sampling_rows
 from jserve.runner.batch import InputLayout
@@ -128,7 +129,7 @@ class ProgramSet:
                 self._model,
                 self._config,
                 layout,
-                AttentionPlan(implementation, layouts, shape.decode_only),
+                AttentionPlan(implementation, layouts, shape.decode_only, plan.row_tile),
                 by_layer,
                 self.placement,
             )
@@ -162,9 +163,6 @@ class ProgramSet:
 
     # -- shapes
 
-    def step_shape(self, bucket: int, decode_only: bool) -> StepShape:
-        return StepShape(bucket, bucket if decode_only else min(bucket, self.num_slots), decode_only)
-
     def input_layout(self, shape: StepShape) -> InputLayout:
         return self._input_layouts[shape]
 
@@ -175,8 +173,9 @@ class ProgramSet:
         return self._forward[shape](self._compiled_forward[shape], params, pools, slot_tokens, packed)
 
     def logits(self, num_rows: int, params: ServedParams, sample_hidden: jax.Array) -> jax.Array:
-        """f32[sampler rows, V] of the first `num_rows` (a bucket of the head), zeros below."""
-        return self._compiled["head", num_rows](params.outer, sample_hidden)
+        """f32[sampler rows, V] of the first `num_rows`; zeros or padding below."""
+        bucket = bucket_for(self.plan.head_rows, num_rows)
+        return self._compiled["head", bucket](params.outer, sample_hidden, np.int32(num_rows))
 
     def sample(
         self,
@@ -347,7 +346,7 @@ class ProgramSet:
             hidden = shape_of((shape.num_tokens, width), dtype)
             jobs["select", shape] = lowering(_select_rows, (hidden, i32(SCORED_ROWS)))
         for rows in self.plan.head_rows:
-            jobs["head", rows] = lowering(self._head_program(rows), (params.outer, sample_hidden))
+            jobs["head", rows] = lowering(self._head_program(rows), (params.outer, sample_hidden, i32()))
         for sampler_shape in sorted(self.plan.sampler_shapes, key=lambda s: -s.num_rows):
             packed = i32(sampler_shape.num_rows, sampling_rows.NUM_COLUMNS)
             logits = shape_of((sampler_shape.num_rows, self._config.vocab_size), jnp.float32)
@@ -383,11 +382,15 @@ class ProgramSet:
     def _head_program(self, num_rows: int) -> Callable:
         padding = bucket_for(self.plan.sampler_rows, num_rows) - num_rows
 
-        def head(outer, sample_hidden):
-            logits_RV = self._model.logits(outer, self._config, sample_hidden[:num_rows])
+        def head(outer, sample_hidden, num_live):
+            logits_RV = self._logits(outer, sample_hidden[:num_rows], num_live)
             return jnp.pad(logits_RV, ((0, padding), (0, 0)))
 
         return head
+
+    def _logits(self, outer, hidden_RD: jax.Array, num_live: jax.Array | int) -> jax.Array:
+        rows = functools.partial(self._model.logits, outer, self._config)
+        return in_tiles(rows, hidden_RD, num_rows=num_live, tile=self.plan.row_tile)
 
     def _sampler_program(self, shape: SamplerShape) -> Callable:
         def sample_rows(logits_RV, shaped_RV, slot_tokens, packed):
@@ -407,7 +410,7 @@ class ProgramSet:
         return jnp.concatenate([token_ids, jax.lax.bitcast_convert_type(logprobs, jnp.int32)], axis=1)
 
     def _score_program(self, params, rows_CD, targets):
-        logits_CV = self._model.logits(params, self._config, rows_CD)
+        logits_CV = self._logits(params, rows_CD, SCORED_ROWS)
         scores = score_positions(logits_CV, targets, self._num_real_tokens)
         return _pack_columns(targets, scores.logprob, jnp.isfinite(logits_CV[:, 0]), scores)
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
 from pallas_kernels.paged_attention.layout import PoolLayout
 
-IMPLEMENTATIONS = ("reference", "xla", "mosaic_tpu", "mosaic_gpu")
+IMPLEMENTATIONS = ("reference", "xla", "aligned", "mosaic_tpu", "mosaic_gpu")
 LOGGER = logging.getLogger(__name__)
 _ORDER = {"cpu": ("xla",), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
 

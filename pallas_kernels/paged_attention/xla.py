@@ -136,7 +136,7 @@ def _attend_decodes(q_TKGH, pool, layer, decodes: DecodeGroups, layout, spec, si
     """Float32[T, K, G, H] with the decodes' rows filled in and zeros elsewhere."""
     num_rows, num_places = decodes.place.shape[0], decodes.order.shape[0]
     size = min(tiles.decode_rows, num_rows)
-    blocks = _blocks(tiles.decode_keys, layout)
+    blocks = blocks_of(tiles.decode_keys, layout)
     keys = blocks * layout.block_size
     q_DKGH = q_TKGH[decodes.order]
 
@@ -154,8 +154,8 @@ def _attend_decodes(q_TKGH, pool, layer, decodes: DecodeGroups, layout, spec, si
                 ids = jnp.take_along_axis(tables, jnp.minimum(index, tables.shape[1] - 1), 1)
             position = (first[:, None] + i) * keys + jnp.arange(keys)
             visible_RC = (position >= starts[:, None]) & (position < lens[:, None])
-            keys_RKCH, values_RKCH = _heads_first(read_blocks(pool, layer, ids, layout), 2)
-            return _online_softmax(
+            keys_RKCH, values_RKCH = heads_first(read_blocks(pool, layer, ids, layout), 2)
+            return online_softmax(
                 state,
                 q_RKGH,
                 keys_RKCH,
@@ -165,8 +165,8 @@ def _attend_decodes(q_TKGH, pool, layer, decodes: DecodeGroups, layout, spec, si
             )
 
         steps = jnp.max(_cdiv(lens, keys) - first)
-        state = jax.lax.fori_loop(0, steps, step, _initial_state(q_RKGH, sinks_KG))
-        return jax.lax.dynamic_update_slice_in_dim(out_DKGH, _normalised(state), g * size, 0)
+        state = jax.lax.fori_loop(0, steps, step, initial_state(q_RKGH, sinks_KG))
+        return jax.lax.dynamic_update_slice_in_dim(out_DKGH, normalised(state), g * size, 0)
 
     out_DKGH = jax.lax.fori_loop(0, decodes.num_groups, group, jnp.zeros_like(q_DKGH))
     out_TKGH = out_DKGH[decodes.place]
@@ -177,7 +177,7 @@ def _attend_chunks(q_TKGH, out_TKGH, pool, layer, chunks: ChunkTiles, layout, sp
     """`out_TKGH` with the chunks' rows filled in."""
     num_tokens, num_kv_heads, group, head_dim = q_TKGH.shape
     size = min(tiles.chunk_rows, num_tokens)
-    blocks = _blocks(tiles.chunk_keys, layout)
+    blocks = blocks_of(tiles.chunk_keys, layout)
     keys = blocks * layout.block_size
     window = spec.sliding_window
     sinks_KR = None if sinks_KG is None else jnp.tile(sinks_KG, (1, size))  # R is (query, head of the group)
@@ -194,17 +194,17 @@ def _attend_chunks(q_TKGH, out_TKGH, pool, layer, chunks: ChunkTiles, layout, sp
             ids = jax.lax.dynamic_slice(chunks.tables, (chunks.row[w], i * blocks), (1, blocks))[0]
             position_C = i * keys + jnp.arange(keys)
             ids = jnp.where((i * blocks + jnp.arange(blocks)) * layout.block_size < end, ids, DEAD_BLOCK)
-            keys_KCH, values_KCH = _heads_first(read_blocks(pool, layer, ids, layout), 1)
+            keys_KCH, values_KCH = heads_first(read_blocks(pool, layer, ids, layout), 1)
             used_C = (position_C >= lowest) & (position_C < end)
             visible_RC = position_C <= q_position_R[:, None]
             if window is not None:
                 visible_RC &= position_C > q_position_R[:, None] - window
-            return _online_softmax(
+            return online_softmax(
                 state, q_KRH, keys_KCH, jnp.where(used_C[:, None], values_KCH, 0), visible_RC, spec
             )
 
-        state = jax.lax.fori_loop(lowest // keys, _cdiv(end, keys), step, _initial_state(q_KRH, sinks_KR))
-        new_QKGH = jnp.moveaxis(_normalised(state).reshape(num_kv_heads, size, group, head_dim), 0, 1)
+        state = jax.lax.fori_loop(lowest // keys, _cdiv(end, keys), step, initial_state(q_KRH, sinks_KR))
+        new_QKGH = jnp.moveaxis(normalised(state).reshape(num_kv_heads, size, group, head_dim), 0, 1)
         old_QKGH = jax.lax.dynamic_slice_in_dim(out_TKGH, start, size)
         own = (jnp.arange(size) >= first) & (jnp.arange(size) < first + count)
         new_QKGH = jnp.where(own[:, None, None, None], new_QKGH, old_QKGH)
@@ -213,14 +213,14 @@ def _attend_chunks(q_TKGH, out_TKGH, pool, layer, chunks: ChunkTiles, layout, sp
     return jax.lax.fori_loop(0, chunks.num_tiles, tile, out_TKGH)
 
 
-def _initial_state(q, sinks):
+def initial_state(q, sinks):
     """Running maximum and sum [..., rows] and weighted values [..., rows, H] before any key.  A sink is a key without value."""
     maximum = jnp.full(q.shape[:-1], _MASKED) if sinks is None else jnp.broadcast_to(sinks, q.shape[:-1])
     total = jnp.zeros(q.shape[:-1]) if sinks is None else jnp.ones(q.shape[:-1])
     return maximum, total, jnp.zeros(q.shape, jnp.float32)
 
 
-def _online_softmax(state, q, keys, values, visible, spec):
+def online_softmax(state, q, keys, values, visible, spec):
     """One tile of keys: q [..., rows, H], keys and values [..., C, H], visible broadcastable to [..., rows, C]."""
     maximum, total, weighted = state
     logits = jnp.einsum("...rh,...ch->...rc", q, keys, precision="highest")
@@ -236,12 +236,12 @@ def _online_softmax(state, q, keys, values, visible, spec):
     return new_maximum, total * decay + weights.sum(-1), weighted
 
 
-def _normalised(state):
+def normalised(state):
     _, total, weighted = state
     return weighted / jnp.where(total > 0, total, 1)[..., None]  # rows of padding saw no key at all
 
 
-def _heads_first(keys_and_values, axis):
+def heads_first(keys_and_values, axis):
     """[..., M, K, P, H] with M at `axis - 1` -> [..., K, M * P, H]."""
     return tuple(
         jnp.moveaxis(x, axis - 1, axis).reshape(*x.shape[: axis - 1], x.shape[axis], -1, x.shape[-1])
@@ -251,10 +251,10 @@ def _heads_first(keys_and_values, axis):
 
 def _pad_to_blocks(block_tables, keys, layout):
     """Table columns padded with the dead block to whole iterations: a slice at the end must not move back."""
-    return jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % _blocks(keys, layout))))
+    return jnp.pad(block_tables, ((0, 0), (0, -block_tables.shape[1] % blocks_of(keys, layout))))
 
 
-def _blocks(keys: int, layout: PoolLayout) -> int:
+def blocks_of(keys: int, layout: PoolLayout) -> int:
     return max(1, keys // layout.block_size)
 
 

@@ -25,7 +25,7 @@ def config_for(path: Path, *, every_bucket: bool = False, **sections: dict[str, 
     config = config.replace("scheduler", max_num_batched_tokens=32, max_num_seqs=4)
     for section, values in sections.items():
         config = config.replace(section, **values)
-    if not every_bucket:
+    if not every_bucket and not config.compile.deterministic:
         budget = config.scheduler.max_num_batched_tokens
         slots = min(budget, config.scheduler.max_num_seqs)
         config = config.replace("compile", token_buckets=(budget,), sequence_buckets=(slots,))

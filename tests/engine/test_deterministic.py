@@ -1,0 +1,97 @@
+"""--deterministic: the same request has the same bits among any neighbours, in any chunks, cold or warm, preempted or not."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import random
+
+import pytest
+
+from jserve.config import ConfigError
+from tests.engine.test_preemption import preempt_every
+from tests.support.engines import answers, config_for, request, run, running_engine, wait_idle
+from tests.support.tiny_models import random_gguf
+
+NUM_MEETINGS = int(os.environ.get("JSERVE_TEST_MEETINGS", "200"))
+SETTINGS = {
+    "budget 40": dict(scheduler={"max_num_batched_tokens": 40, "max_num_seqs": 12}),
+    "budget 7, blocks of 32, recompute": dict(
+        scheduler={"max_num_batched_tokens": 7, "max_num_seqs": 5}, kv={"block_size": 32, "preemption": "recompute"}
+    ),
+    "budget 100, no cache, no overlap, swap": dict(
+        scheduler={"max_num_batched_tokens": 100, "max_num_seqs": 20, "overlap": False},
+        kv={"prefix_cache": False, "preemption": "swap"},
+    ),
+}
+"""The memory of the pool leaves room for every sequence; preemptions are forced."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return random_gguf(tmp_path_factory.mktemp("model") / "model.gguf", num_heads=6, num_kv_heads=2, head_dim=64)
+
+
+def watched() -> list:
+    """Requests whose answers are compared: long and short prompts, greedy and drawn, with everything that shapes logits."""
+    long, short = [(5 * i) % 499 for i in range(70)], [3, 1, 4]
+    drawn = dict(temperature=1.0, seed=11, top_p=0.95)
+    return [
+        request(long, 12, logprobs=5, ignore_eos=True),
+        request(short, 30, logprobs=3, ignore_eos=True, **drawn),
+        request(long[:33], 20, logprobs=1, ignore_eos=True, repetition_penalty=1.2, presence_penalty=0.5, **drawn),
+        request(long[:50], 3, logprobs=1, prompt_logprobs=4, ignore_eos=True),
+        request(short, 8, logprobs=2, n=3, ignore_eos=True, **drawn),
+    ]
+
+
+def neighbour(rng: random.Random):
+    prompt = [rng.randrange(500) for _ in range(rng.choice([1, 2, 5, 17, 40, 64]))]
+    if rng.random() < 0.3:
+        prompt = [(5 * i) % 499 for i in range(rng.randrange(1, 60))]  # a beginning of the watched one's
+    kind = rng.choice([{}, {"temperature": 0.8}, {"logprobs": 20}, {"presence_penalty": 1.0}, {"regex": "[a-z]{9}"}])
+    return request(prompt, rng.randrange(1, 15), ignore_eos="regex" not in kind, seed=rng.randrange(99), **kind)
+
+
+def bits(update) -> tuple:
+    """Everything numeric of an answer; floats compare exactly."""
+    outputs = sorted(update.outputs, key=lambda output: output.index)
+    return (
+        [(one.token_ids, one.text, one.cumulative_logprob, one.logprobs) for one in outputs], update.prompt_logprobs
+    )
+
+
+async def meet(engine, asked, others, rng: random.Random):
+    async def later(one, delay_s):
+        await asyncio.sleep(delay_s)
+        return await engine.generate_all(one)
+
+    mine = later(asked, rng.random() * 0.01)
+    return (await asyncio.gather(mine, *(later(one, rng.random() * 0.03) for one in others)))[0]
+
+
+def alone(path, settings: dict, deterministic: bool = True) -> list:
+    with running_engine(path, **settings, compile={"deterministic": deterministic}) as engine:
+        return [bits(answers(engine, [one])[0]) for one in watched()]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_the_same_bits_among_random_neighbours(path, name):
+    expected = alone(path, SETTINGS["budget 40"])
+    rng = random.Random(name)
+    with running_engine(path, **SETTINGS[name], compile={"deterministic": True}) as engine:
+        assert engine.info.attention == "aligned" and engine.info.capabilities["deterministic"]
+        check = engine._loop.on_step
+        for meeting in range(-(-NUM_MEETINGS // len(SETTINGS))):
+            at = meeting % len(expected)
+            others = [neighbour(rng) for _ in range(rng.choice([0, 1, 3, 8, 15]))]
+            engine._loop.on_step = check
+            if meeting % 3 == 2:
+                preempt_every(engine, rng.choice([3, 4, 7]))
+            if meeting % 4 == 3:
+                run(engine.flush_cache())
+            update = run(meet(engine, watched()[at], others, rng))
+            assert bits(update) == expected[at], f"meeting {meeting}, request {at}, {len(others)} neighbours"
+            wait_idle(engine)
+        engine._loop.on_step = check
