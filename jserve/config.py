@@ -15,6 +15,10 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names the key, the value, and what would do."""
 
 
+class OutOfRange(ConfigError):
+    """A setting that could be used nowhere: bad usage, as a flag that does not exist is."""
+
+
 def _default_cache_dir() -> str:
     return str(Path.home() / ".cache" / "jserve")
 

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = (
     ("jserve.config", "jserve.clock", "jserve.request", "jserve.strict_json", "jserve.metrics", "jserve.tokenizer",
      "jserve.proto_gen", "pallas_kernels"),
-    ("jserve.kv", "jserve.parallel", "jserve.sampling", "jserve.grammar", "jserve.router", "jserve.access"),
+    ("jserve.kv", "jserve.parallel", "jserve.sampling", "jserve.grammar", "jserve.router", "jserve.access",
+     "jserve.config_ranges"),
     ("jserve.scheduler", "jserve.models"),
     ("jserve.runner", "jserve.weights", "jserve.tiers"),
     ("jserve.lora", "jserve.speculative"),

@@ -241,5 +241,6 @@ A request, one a line (the fields are those of the gRPC GenerateRequest):
 A result, one a line:
   {"request_id", "outputs": [{"index", "text", "token_ids", "finish_reason", ...}], "usage": {...}, "metrics": {...}}
   {"request_id", "error": {"code", "field", "message"}}
+A blank line is no request and has no result; it counts in the line numbers that errors name.
 Errors are results: the other lines go on and the exit code is 0.""",
 )

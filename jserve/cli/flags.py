@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jserve.cli import config_file
 from jserve.config import Config, ConfigError
+from jserve.config_ranges import check_ranges
 
 NEAR = 0.6
 
@@ -129,7 +130,9 @@ def add_config_flags(parser: argparse.ArgumentParser, server: bool = False) -> N
 def config_from(arguments: argparse.Namespace) -> Config:
     """The defaults, the file over them, the flags over both.  Raises ConfigError."""
     config = config_file.load(arguments.config) if arguments.config else Config()
-    return config_file.override(config, dict(arguments.settings))
+    config = config_file.override(config, dict(arguments.settings))
+    check_ranges(config)
+    return config
 
 
 def config_to_flags(arguments: argparse.Namespace) -> list[str]:

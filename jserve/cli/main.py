@@ -115,6 +115,8 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def _failed(name: str, error: Exception, debug: bool) -> int:
+    from jserve.config import OutOfRange
+
     line = user_line(error)
     if debug or line is None:
         traceback.print_exception(error)
@@ -122,7 +124,7 @@ def _failed(name: str, error: Exception, debug: bool) -> int:
         print(f"jserve {name}: this is a bug in jserve, please report it with the lines above", file=sys.stderr)
     else:
         print(f"jserve {name}: {line}", file=sys.stderr)
-    return FAILED
+    return BAD_USAGE if isinstance(error, OutOfRange) else FAILED
 
 
 def user_line(error: Exception) -> str | None:

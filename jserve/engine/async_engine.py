@@ -32,7 +32,7 @@ from jserve.sampling.beam_search import BeamSearch, stop_finder
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.validate import resolve, truncate_prompt, validate_request
 from jserve.scheduler import Scheduler, Sequence
-from jserve.tokenizer import Detokenizer, PromptTooLong, TextStream, Tokenizer, ToolsRefused
+from jserve.tokenizer import ChatTemplateError, Detokenizer, PromptTooLong, TextStream, Tokenizer, ToolsRefused
 
 LONG_TEXT = 4096
 """Characters from which tokenising goes to a thread, so that one long prompt does not hold up every other stream."""
@@ -181,7 +181,7 @@ class AsyncEngine:
         self._streams[request_id] = None
         try:
             prompt = truncate_prompt(request.sampling_params, await self._prompt_token_ids(request))
-            sampling = resolve(request.sampling_params, self.limits, len(prompt))
+            sampling = resolve(request.sampling_params, self.limits, len(prompt), _prompt_field(request))
             if sampling.structured is not None:
                 grammar = await asyncio.to_thread(self._grammars.compile, sampling.structured)
                 sampling = dataclasses.replace(sampling, grammar=grammar)
@@ -276,12 +276,13 @@ class AsyncEngine:
                 size, self.tokenizer.encode_chat, request.messages, tools=request.tools, max_tokens=most
             )
         except PromptTooLong as error:
-            field = "prompt" if request.prompt is not None else "messages"
-            raise invalid(field, f"at least {error.at_least} tokens", f"exceeds the context of {most} tokens") from None
+            raise invalid(_prompt_field(request), f"at least {error.at_least} tokens", f"exceeds the context of {most} tokens") from None
         except ToolsRefused as error:
             raise RequestError(Code.INVALID_ARGUMENT, str(error), field="tools") from None
+        except ChatTemplateError as error:
+            raise RequestError(Code.INVALID_ARGUMENT, str(error), field=error.field) from None
         except ValueError as error:
-            field = "prompt" if request.prompt is not None else "messages"
+            field = _prompt_field(request)
             raise invalid(field, getattr(request, field), str(error)) from None
 
     async def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
@@ -358,6 +359,11 @@ class AsyncEngine:
     async def check_integrity(self) -> list[str]:
         """Violated invariants of the KV bookkeeping, in words; empty when sound."""
         return await asyncio.wrap_future(self._loop.call(self._scheduler.blocks.check_integrity))
+
+
+def _prompt_field(request: GenerateRequest) -> str:
+    """Which of its fields holds the prompt."""
+    return next(name for name in ("prompt", "prompt_token_ids", "messages") if getattr(request, name) is not None)
 
 
 def _needs_whole_prompt(sampling: Sampling) -> bool:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jserve.config import Config, ConfigError
+from jserve.config_ranges import check_ranges
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.info import ModelInfo
 from jserve.engine.loop import EngineLoop
@@ -39,7 +40,7 @@ from jserve.sampling.fields import SUPPORTED
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.shaping import BYTES_PER_ID
 from jserve.sampling.validate import generation_defaults
-from jserve.scheduler import POLICIES, PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, preemption
+from jserve.scheduler import PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits
 from jserve.scheduler.policies import parse_weights
 from jserve.tiers.disk_store import DiskStore
 from jserve.tokenizer import Tokenizer, TokenizerError, from_folder, from_gguf
@@ -49,7 +50,6 @@ from jserve.weights.errors import WeightsError
 from jserve.weights.load import LoadedModel, load_model
 from pallas_kernels.paged_attention import PoolLayout, choose, layout
 
-DTYPES = ("float32", "bfloat16")
 MOST_HOST_BYTES = 4 * 2**30
 """Of host memory for swapping, where nothing else is asked."""
 
@@ -78,6 +78,7 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
     platform = jax.default_backend()
     if platform not in ("cpu", "gpu", "tpu"):
         raise ConfigError(f"jax runs on {platform!r}; cpu, gpu and tpu are supported")
+    check_settings(config)
     config = resolve_automatic(config, platform)
     if config.model.verify:
         manifest.verify(Path(config.model.path), lambda done, total: report.progress("verify weights", done, total))
@@ -228,12 +229,22 @@ def _ready_runner(
     return runner
 
 
+def check_settings(config: Config) -> None:
+    """Raises the ConfigErrors that need no model."""
+    make_compile_plan(resolve_automatic(config, jax.default_backend()))
+    if config.compile.deterministic and config.kernel.attention not in (None, "aligned"):
+        raise ConfigError(f"kernel.attention = {config.kernel.attention!r}: with compile.deterministic it is aligned")
+    if (path := config.scheduler.step_log) is not None and not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"scheduler.step_log = {path!r}: its folder does not exist")
+
+
 def resolve_automatic(config: Config, platform: str) -> Config:
     """Fills every None that depends on the platform; checks the values that nothing later would.
 
     Raises:
       ConfigError: naming key and value.
     """
+    check_ranges(config)
     on_cpu = platform == "cpu"
 
     def default(section: str, **values: object) -> None:
@@ -249,35 +260,7 @@ def resolve_automatic(config: Config, platform: str) -> Config:
         budget = max(128, config.scheduler.max_num_seqs)
     default("scheduler", max_num_batched_tokens=budget)
     default("compile", num_threads=os.cpu_count() or 1)
-    for key, value in (("model.dtype", config.model.dtype), ("kv.dtype", config.kv.dtype)):
-        if value not in DTYPES:
-            raise ConfigError(f"{key} = {value!r}: one of {', '.join(DTYPES)}")
-    if config.model.quantize not in ("none", "int8"):
-        raise ConfigError(f"model.quantize = {config.model.quantize!r}: one of none, int8")
-    positive = {
-        "parallel.tensor_parallel_size": config.parallel.tensor_parallel_size,
-        "scheduler.max_num_batched_tokens": config.scheduler.max_num_batched_tokens,
-        "scheduler.max_num_seqs": config.scheduler.max_num_seqs,
-        "compile.num_threads": config.compile.num_threads,
-    }
-    if config.kv.block_size is not None:
-        positive["kv.block_size"] = config.kv.block_size
-    for key, value in positive.items():
-        if value < 1:
-            raise ConfigError(f"{key} = {value}: must be at least 1")
-    if config.scheduler.max_waiting < 0:
-        raise ConfigError(f"scheduler.max_waiting = {config.scheduler.max_waiting}: must be 0 or more")
-    if not 0 < config.kv.memory_fraction <= 1:
-        raise ConfigError(f"kv.memory_fraction = {config.kv.memory_fraction}: must be in (0, 1]")
     policy_settings(config)
-    if config.kv.preemption not in preemption.KINDS:
-        raise ConfigError(f"kv.preemption = {config.kv.preemption!r}: one of {', '.join(preemption.KINDS)}")
-    if config.kv.disk_bytes < 0:
-        raise ConfigError(f"kv.disk_bytes = {config.kv.disk_bytes}: must be 0 or more")
-    if (config.kv.host_memory_bytes or 0) < 0:
-        raise ConfigError(f"kv.host_memory_bytes = {config.kv.host_memory_bytes}: must be 0 or more")
-    if config.model.generation_config not in ("auto", "none"):
-        raise ConfigError(f"model.generation_config = {config.model.generation_config!r}: auto or none")
     return config
 
 
@@ -308,12 +291,6 @@ def read_generation_defaults(config: Config, model: LoadedModel) -> dict[str, fl
 def policy_settings(config: Config) -> PolicySettings:
     """Who goes first and which gap steps keep.  ConfigError names key and value."""
     section = config.scheduler
-    if section.policy not in POLICIES:
-        raise ConfigError(f"scheduler.policy = {section.policy!r}: one of {', '.join(POLICIES)}")
-    if section.ageing_s <= 0:
-        raise ConfigError(f"scheduler.ageing_s = {section.ageing_s}: must be above 0")
-    if section.target_tbt_ms is not None and section.target_tbt_ms <= 0:
-        raise ConfigError(f"scheduler.target_tbt_ms = {section.target_tbt_ms}: must be above 0")
     try:
         weights = parse_weights(section.tenant_weights)
     except ValueError as error:
@@ -415,11 +392,7 @@ def make_programs(
 ) -> ProgramSet:
     """The programs of a resolved config, not yet compiled."""
     groups = model.layer_groups
-    asked = config.kernel.attention
-    if config.compile.deterministic:
-        if asked not in (None, "aligned"):
-            raise ConfigError(f"kernel.attention = {asked!r}: with compile.deterministic it is aligned")
-        asked = "aligned"
+    asked = "aligned" if config.compile.deterministic else config.kernel.attention
     implementations = {
         choose(one.platform, one, attention_spec(model, group), asked)
         for one, group in zip(layouts, groups)
@@ -526,7 +499,7 @@ def _wire(
         dtype=config.model.dtype,
         kv_dtype=config.kv.dtype,
         block_size=config.kv.block_size,
-        num_blocks=memory.num_blocks,
+        num_blocks=memory.num_usable_blocks,
         max_num_seqs=plan.num_slots,
         max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
         generation_defaults=defaults,

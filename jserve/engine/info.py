@@ -26,6 +26,7 @@ class ModelInfo:
     kv_dtype: str
     block_size: int
     num_blocks: int
+    """Without the dead block, as Loads.num_total_blocks."""
     max_num_seqs: int
     max_num_batched_tokens: int
     generation_defaults: Mapping[str, object]

@@ -13,8 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import llguidance
+import numpy as np
 
 from jserve.grammar.json_place import find_key
+from jserve.grammar.keywords import unknown_keyword
 from jserve.grammar.matcher import Matcher
 from jserve.request import RequestError, StructuredOutput, invalid
 from jserve.tokenizer import Tokenizer
@@ -26,6 +28,8 @@ LIMITS = llguidance.LLParserLimits(
 """About 20 ms to compile and 15 ms a token at the very most; what needs more is refused, or ends its request."""
 JSON_RULES = {"whitespace_pattern": r"[ \n\t]{0,16}", "lenient": False, "coerce_one_of": False}
 """Blanks between JSON's parts are the model's choice, but not without end; no keyword of a schema is ignored."""
+_TRIAL_TOKENS = 6
+_TRIAL_SHARES = (0.0, 0.5, 1.0)
 NUM_KEPT = 64
 MAX_SOURCE_CHARACTERS = 1_000_000
 
@@ -73,9 +77,11 @@ class GrammarCompiler:
         prototype = llguidance.LLMatcher(self._token_table(), source, log_level=0, limits=LIMITS)
         if prototype.is_error():
             raise _refusal(asked, _explain(prototype.get_error(), asked))
-        trial = prototype.deep_copy()
-        if not any(trial.compute_bitmask()) or trial.is_error() or _is_dead(trial):
+        first_mask = prototype.deep_copy()
+        if not any(first_mask.compute_bitmask()) or first_mask.is_error() or _is_dead(first_mask):
             raise _refusal(asked, "no text satisfies it")
+        if (error := _error_of_trial_walks(prototype)) is not None:
+            raise _refusal(asked, f"it needs too much work a token: {_explain(error, asked)}")
         return Grammar(asked.field, prototype, -(-self._tokenizer.vocab_size // 32))
 
     def _token_table(self) -> llguidance.LLTokenizer:
@@ -143,9 +149,30 @@ def _read_schema(asked: StructuredOutput) -> dict:
         raise _refusal(asked, "nested too deeply") from None
     if not isinstance(schema, dict | bool):
         raise _refusal(asked, "must be a JSON object or a boolean")
+    if (unknown := unknown_keyword(schema)) is not None:
+        raise _refusal(asked, unknown)
     if schema is False:
         raise _refusal(asked, "the schema false: no text satisfies it")
     return {} if schema is True else schema
+
+
+def _error_of_trial_walks(prototype: llguidance.LLMatcher) -> str | None:
+    """What stops the grammar within the first tokens of a few outputs; what explodes mostly does so there.
+
+    Each walk takes a token of another part of what is allowed.  At most a few tenths of a second, by LIMITS.
+    """
+    for share in _TRIAL_SHARES:
+        state = prototype.deep_copy()
+        for _ in range(_TRIAL_TOKENS):
+            bits = np.frombuffer(state.compute_bitmask(), np.uint8)
+            if state.is_error():
+                return state.get_error()
+            allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+            if len(allowed) == 0 or not state.consume_token(int(allowed[int(share * (len(allowed) - 1))])):
+                return state.get_error() if state.is_error() else None
+            if state.is_stopped():
+                break
+    return None
 
 
 def _is_dead(state: llguidance.LLMatcher) -> bool:

@@ -64,7 +64,7 @@ def _guarded(state: ServerState, handler: Handler) -> Callable[[Request], Awaita
         try:
             return await handler(state, request, _caller(state, request))
         except (RequestError, HttpRefusal) as error:
-            return refusal(error)
+            return refusal(error, request.state.fields.spelled if hasattr(request.state, "fields") else {})
         except Exception as error:
             log.exception("%s %s failed", request.method, request.url.path)
             return refusal(
@@ -165,7 +165,8 @@ async def _detokenize(state: ServerState, request: Request, caller: Caller) -> R
 
 
 async def _fields(state: ServerState, request: Request) -> Fields:
-    return await read_fields(request, state.config.server.max_message_bytes)
+    request.state.fields = await read_fields(request, state.config.server.max_message_bytes)
+    return request.state.fields
 
 
 def _new_id(kind: str) -> str:

@@ -38,6 +38,8 @@ class Fields:
         self._left = {name: value for name, value in values.items() if value is not None}
         self._path = path
         self._known: list[str] = []
+        self.spelled: dict[str, str] = {}
+        """Fields of SamplingParams that the body set by other names: how it called them."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._left

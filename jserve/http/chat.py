@@ -44,6 +44,8 @@ def read_call(fields: Fields, info: ModelInfo, call_id: str) -> ChatCall:
         if values.get("max_tokens", most) != most:
             raise invalid("max_tokens", values["max_tokens"], f"max_completion_tokens says {most}")
         values["max_tokens"] = most
+        fields.spelled["max_tokens"] = "max_completion_tokens"
+    fields.spelled["logprobs"] = "top_logprobs"
     params = SamplingParams(**values, logprobs=top_logprobs)
     request_id = of_request.pop("request_id") or call_id
     request = GenerateRequest(messages=messages, tools=tools, sampling_params=params, request_id=request_id,

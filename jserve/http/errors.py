@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from starlette.responses import JSONResponse
 
@@ -44,28 +45,33 @@ class HttpRefusal(Exception):
         self.message = message
 
 
-def refusal(error: RequestError | HttpRefusal) -> JSONResponse:
-    """The answer to a request that was refused before its answer began."""
+def refusal(error: RequestError | HttpRefusal, spelled: Mapping[str, str] = {}) -> JSONResponse:
+    """The answer to a request that was refused before its answer began.
+
+    Args:
+      spelled: fields of SamplingParams that the body set by names of OpenAI's.
+    """
     headers = {}
     status = error.status if isinstance(error, HttpRefusal) else STATUS[error.code]
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, RequestError) and error.retry_after_s is not None:
         headers["Retry-After"] = str(math.ceil(error.retry_after_s))
-    return JSONResponse(error_body(error), status, headers)
+    return JSONResponse(error_body(error, spelled), status, headers)
 
 
-def error_body(error: RequestError | HttpRefusal) -> dict:
+def error_body(error: RequestError | HttpRefusal, spelled: Mapping[str, str] = {}) -> dict:
     """`{"error": {message, type, param, code}}`; also an event of a stream that breaks."""
     if isinstance(error, HttpRefusal):
         return _body(error.message, error.status, None, None)
-    param = None if error.field is None else _in_openai_names(error.field)
+    param = None if error.field is None else _in_openai_names(error.field, spelled)
     code = "model_not_found" if error.code is Code.NOT_FOUND and param == "model" else error.code.value.lower()
-    return _body(_in_openai_names(error.message), STATUS[error.code], param, code)
+    return _body(_in_openai_names(error.message, spelled), STATUS[error.code], param, code)
 
 
-def _in_openai_names(text: str) -> str:
-    for ours, theirs in _OPENAI_NAMES.items():
+def _in_openai_names(text: str, spelled: Mapping[str, str]) -> str:
+    names = {f"sampling_params.{ours}": theirs for ours, theirs in spelled.items()} | _OPENAI_NAMES
+    for ours, theirs in names.items():
         text = text.replace(ours, theirs)
     return text
 

@@ -89,6 +89,7 @@ def _take_response_format(fields: Fields) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if kind == "json_object":
         values["json_object"] = True
+        fields.spelled["json_object"] = "response_format.type"
     elif kind == "json_schema":
         named = chosen.take_object("json_schema") or Fields({})
         schema = named.take("schema", dict)
@@ -100,6 +101,7 @@ def _take_response_format(fields: Fields) -> dict[str, Any]:
         named.take("strict", bool)  # the schema is always kept to
         named.finish()
         values["json_schema"] = json.dumps(schema)
+        fields.spelled["json_schema"] = "response_format.json_schema.schema"
     elif kind != "text":
         raise invalid("response_format.type", kind, "must be text, json_object or json_schema")
     chosen.finish()

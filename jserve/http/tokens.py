@@ -10,6 +10,7 @@ from jserve.http import fields as common
 from jserve.http.body import Fields
 from jserve.http.chat import take_messages
 from jserve.proto_gen import inference_pb2 as pb
+from jserve.sampling.fields import text
 from jserve.server import convert
 from jserve.server.inference_service import InferenceService
 from jserve.server.state import ServerState
@@ -31,8 +32,13 @@ async def tokenize(state: ServerState, fields: Fields) -> dict:
     common.take_model(fields, state.engine_when_ready().info.name)
     request = pb.TokenizeRequest()
     if "messages" in fields:
-        request.messages.extend(convert.messages_to_proto(take_messages(fields)))
-    convert.set_field(request, "prompt", fields.take("prompt", str))
+        messages = take_messages(fields)
+        for index, message in enumerate(messages):
+            _refuse_bad_unicode(f"messages[{index}].content", message.content)
+        request.messages.extend(convert.messages_to_proto(messages))
+    prompt = fields.take("prompt", str)
+    _refuse_bad_unicode("prompt", prompt)
+    convert.set_field(request, "prompt", prompt)
     for name in ("add_special_tokens", "add_generation_prompt", "return_token_strs"):
         convert.set_field(request, name, fields.take(name, bool))
     fields.finish()
@@ -50,3 +56,9 @@ async def detokenize(state: ServerState, fields: Fields) -> dict:
     convert.set_field(request, "skip_special_tokens", fields.take("skip_special_tokens", bool))
     fields.finish()
     return {"prompt": (await InferenceService(state).Detokenize(request, None)).text}
+
+
+def _refuse_bad_unicode(path: str, value: str | None) -> None:
+    """JSON can spell half of a surrogate pair, which no UTF-8 can hold."""
+    if value:
+        text()(path, value)

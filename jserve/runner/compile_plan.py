@@ -13,7 +13,7 @@ from jserve.config import Config, ConfigError
 from jserve.sampling.sampler import VARIANTS, SamplerVariant
 from jserve.scheduler.buckets import default_sequence_buckets, default_token_buckets
 
-ROW_TILE = 16
+ROW_TILE = 8
 """Rows that products take at a time where results must not depend on the step: fewer read the weights more often, more
 compute padding for a lone stream."""
 SCORED_ROWS = 64

@@ -33,15 +33,20 @@ class MemoryPlan:
     """That have as much each, and a part of every block."""
 
     @property
+    def num_usable_blocks(self) -> int:
+        """Without the dead block, which padding writes to: what every report of the pool counts."""
+        return self.num_blocks - 1
+
+    @property
     def num_tokens(self) -> int:
-        """Tokens that the pool holds, without the dead block."""
-        return (self.num_blocks - 1) * self.block_size
+        """Tokens that the pool holds."""
+        return self.num_usable_blocks * self.block_size
 
     def __str__(self) -> str:
         return (
             f"memory{f' of each of {self.num_devices} devices' if self.num_devices > 1 else ''}: {_gib(self.usable_bytes)} usable of {_gib(self.device_bytes)}; weights {_gib(self.weight_bytes)}, "
-            f"activations {_gib(self.activation_bytes)}, KV pool {_gib(self.pool_bytes)} = {self.num_blocks} blocks of "
-            f"{self.block_size} tokens = {self.num_tokens:,} tokens ({self.bytes_per_block // self.block_size:,} bytes each)"
+            f"activations {_gib(self.activation_bytes)}, KV pool {_gib(self.pool_bytes)} = {self.num_usable_blocks} blocks "
+            f"of {self.block_size} tokens = {self.num_tokens:,} tokens ({self.bytes_per_block // self.block_size:,} bytes each)"
         )
 
 

@@ -310,6 +310,7 @@ class ProgramSet:
             return step_compiler_options(self.placement.devices[0].device_kind)
         options = {"xla_cpu_parallel_codegen_split_count": 1}
         is_large = isinstance(program, tuple) and program[1] == "layer" and program[0].num_tokens >= 32
+        is_large &= self.plan.row_tile is None  # one emitter, one rounding, whatever the budget
         if is_large:
             return options | {"xla_llvm_disable_expensive_passes": True}
         return options | {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 2}

@@ -27,18 +27,21 @@ from jserve.sampling.bad_words import token_sequences
 from jserve.sampling.limits import ModelLimits
 
 _STRUCTURED = ("json_schema", "json_object", "regex", "grammar", "choice")
-_UNDEFINED_WITH_STRUCTURED = ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words")
+_UNDEFINED_WITH_STRUCTURED = ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words", "stop", "stop_token_ids")
 _DEFAULTABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) -> Sampling:
+def resolve(
+    params: SamplingParams, model: ModelLimits, num_prompt_tokens: int, prompt_field: str = "prompt"
+) -> Sampling:
     """Final values of every field, or RequestError.
 
     `num_prompt_tokens` counts the tokenised prompt; before or after `truncate_prompt` makes no difference.
+    `prompt_field` is the field of the request that held it.
     """
     asked = _read_fields(params, model)
     num_prompt_tokens = min(num_prompt_tokens, asked["truncate_prompt_tokens"] or num_prompt_tokens)
-    room = _room_after_prompt(num_prompt_tokens, asked["max_tokens"], model)
+    room = _room_after_prompt(num_prompt_tokens, asked["max_tokens"], model, prompt_field)
     max_tokens = room if asked["max_tokens"] is None else min(asked["max_tokens"], room)
     min_tokens = asked["min_tokens"] or 0
     _check_min_tokens(min_tokens, asked["max_tokens"], room, num_prompt_tokens, model)
@@ -59,6 +62,8 @@ def resolve(params: SamplingParams, model: ModelLimits, num_prompt_tokens: int) 
         asked |= dict.fromkeys(_DEFAULTABLE) | {"temperature": 0.0, "seed": 0}
     temperature = _or(asked["temperature"], 1.0)
     stop_token_ids = frozenset(asked["stop_token_ids"] or ())
+    if asked["include_stop_str_in_output"] and not asked["stop"] and not stop_token_ids:
+        raise invalid(_path("include_stop_str_in_output"), True, "has no meaning without stop or stop_token_ids")
     banned = tuple(sorted(stop_token_ids | set(model.eos_token_ids))) if min_tokens else ()
     if banned and not set(range(min(model.num_sampled_tokens, len(banned) + 1))) - set(banned):
         raise invalid(_path("min_tokens"), min_tokens, "EOS and stop_token_ids leave no token to sample below it")
@@ -106,8 +111,8 @@ def validate_request(request: GenerateRequest, model: ModelLimits) -> None:
     _check_prompt(request, model)
     if request.request_id is not None:
         _check_request_id(request.request_id)
-    if request.lora_name:
-        raise invalid("lora_name", request.lora_name, "LoRA adapters are not supported yet")
+    if request.lora_name is not None:
+        raise invalid("lora_name", request.lora_name, "LoRA adapters are not supported yet; unset is the model itself")
     if request.priority is not None:
         fields.integer(-(2**31), 2**31 - 1, "must fit an int32")("priority", request.priority)
     if request.cache_salt is not None:
@@ -201,21 +206,21 @@ def _refuse_ids_beyond(vocab_size: int, path: str, token_ids: Iterable[int]) -> 
             raise invalid(entry, token_id, f"must be in 0..{vocab_size - 1}, the model's vocabulary")
 
 
-def _room_after_prompt(num_prompt_tokens: int, max_tokens: int | None, model: ModelLimits) -> int:
+def _room_after_prompt(num_prompt_tokens: int, max_tokens: int | None, model: ModelLimits, field: str) -> int:
     """Tokens that may follow the prompt, or the refusal of a prompt that leaves no room or never fits."""
     context, asked = model.context_length, "unset" if max_tokens is None else max_tokens
     if num_prompt_tokens == 0:
-        raise invalid("prompt", "0 tokens", "an empty prompt is refused; this model adds no BOS token to start from")
+        raise invalid(field, "0 tokens", "an empty prompt is refused; this model adds no BOS token to start from")
     if num_prompt_tokens > context:
-        raise invalid("prompt", f"{num_prompt_tokens} tokens", f"exceeds the context of {context} tokens "
+        raise invalid(field, f"{num_prompt_tokens} tokens", f"exceeds the context of {context} tokens "
                       f"(max_tokens {asked})")
     if num_prompt_tokens == context and max_tokens != 0:
-        raise invalid("prompt", f"{num_prompt_tokens} tokens",
+        raise invalid(field, f"{num_prompt_tokens} tokens",
                       f"leaves no room for output (max_tokens {asked}) in the context of {context} tokens")
     room = context - num_prompt_tokens
     if model.max_pool_tokens is not None:
         if num_prompt_tokens > model.max_pool_tokens:
-            raise invalid("prompt", f"{num_prompt_tokens} tokens",
+            raise invalid(field, f"{num_prompt_tokens} tokens",
                           f"can never fit the KV pool, which holds {model.max_pool_tokens} tokens of one sequence")
         # The last token is never fed back, so it needs no place in the pool.
         room = min(room, model.max_pool_tokens - num_prompt_tokens + 1)

@@ -18,6 +18,7 @@ from jserve.server.embed import embed
 from jserve.server.score import score
 from jserve.server.state import ServerState
 from jserve.server.submit import submitted
+from jserve.tokenizer import ChatTemplateError
 
 
 class InferenceService:
@@ -106,5 +107,7 @@ async def _encode_chat(tokenizer, message: pb.TokenizeRequest) -> list[int]:
     messages = convert.messages_from_proto(message.messages)
     try:
         return await asyncio.to_thread(tokenizer.encode_chat, messages, add_generation_prompt=add_prompt)
-    except ValueError as error:  # the model has no template, or the template refuses these messages
+    except ChatTemplateError as error:
+        raise RequestError(Code.INVALID_ARGUMENT, str(error), field=error.field) from None
+    except ValueError as error:
         raise RequestError(Code.INVALID_ARGUMENT, f"messages: {error}", field="messages") from None

@@ -17,8 +17,15 @@ import jinja2.ext
 import jinja2.sandbox
 
 
+_ROLES = ("system", "user", "assistant", "tool")
+
+
 class ChatTemplateError(ValueError):
     """A conversation cannot be rendered; the message begins with the field at fault."""
+
+    def __init__(self, message: str, field: str = "messages"):
+        super().__init__(message)
+        self.field = field
 
 
 class ToolsRefused(ChatTemplateError):
@@ -58,6 +65,12 @@ class ChatTemplate:
 
         return render
 
+    def knows_role(self, role: str) -> bool:
+        """Whether the model was taught it: one of everybody's roles, or one that the template spells.  Most templates
+        would write any other beside their control tokens too."""
+        quoted = (f"'{role}'", f'"{role}"')
+        return role in _ROLES or any(one in (self.source + (self.tool_source or "")) for one in quoted)
+
     @functools.cached_property
     def _template(self) -> jinja2.Template:
         return _compile(self.source)
@@ -81,7 +94,7 @@ def plain_messages(messages: Sequence[object]) -> list[dict]:
         # Templates put the role beside control tokens, so it must not be able to spell one.
         if not isinstance(role, str) or not re.fullmatch(r"\w[\w .-]{0,63}", role):
             shown = repr(role) if len(repr(role)) <= 80 else repr(role)[:77] + "..."
-            raise ChatTemplateError(f"messages[{index}].role = {shown}: must be a word, such as user")
+            raise ChatTemplateError(f"messages[{index}].role = {shown}: must be a word, such as user", f"messages[{index}].role")
         plain.append({key: value for key, value in message.items() if value is not None})
     return plain
 

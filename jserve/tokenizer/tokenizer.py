@@ -19,6 +19,10 @@ from jserve.tokenizer.token_table import TokenTable
 _MAX_NFC_SHRINK = 6
 
 
+_OPTIONAL_KEYS = {"name", "tool_calls", "tool_call_id"}
+"""Keys of a message for which not every template has a place."""
+
+
 class PromptTooLong(ValueError):
     """The text has more tokens than the caller's limit, seen without tokenizing it."""
 
@@ -121,10 +125,18 @@ class Tokenizer:
         text = rendering(conversation, tools)
         if tools and text == rendering(conversation, None):
             raise ToolsRefused("tools: the model's chat template has no place for tools")
-        if any("tool_calls" in message for message in conversation):
-            without = [{key: value for key, value in message.items() if key != "tool_calls"} for message in conversation]
-            if text == rendering(without, tools):
-                raise ChatTemplateError("messages: the model's chat template has no place for tool_calls")
+        for index, message in enumerate(conversation):
+            if not self.chat_template.knows_role(message["role"]):
+                field = f"messages[{index}].role"
+                raise ChatTemplateError(f"{field} = {message['role']!r}: the model's chat template knows no such role", field)
+            for key in _OPTIONAL_KEYS & message.keys():
+                without = [dict(one) for one in conversation]
+                del without[index][key]
+                if text == rendering(without, tools):
+                    field = f"messages[{index}].{key}"
+                    raise ChatTemplateError(
+                        f"{field} = {message[key]!r:.200}: the model's chat template has no place for {key}", field
+                    )
         if max_tokens is not None:
             self._refuse_surely_longer(text, max_tokens)
         shield = self._control.shield(text, conversation, tools)

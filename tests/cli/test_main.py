@@ -40,6 +40,10 @@ def raising(error):
         (["bench", "latencyy"], 2),
         (["bench", "latency", "--help"], 0),
         (["serve", "--prot", "1"], 2),
+        (["serve", "--port", "70000"], 2),
+        (["serve", "--model", "no-such-model", "--kv.memory_fraction", "1.5"], 2),
+        (["generate", "x", "--kv.block_size", "0"], 2),
+        (["batch", "-i", "no-such-file", "-o", "-", "--dtype", "float64"], 2),
     ],
 )
 def test_exit_codes(capsys, argv, code):

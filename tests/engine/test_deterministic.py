@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import os
 import random
 
 import pytest
 
 from jserve.config import ConfigError
+from jserve.engine.build import build_engine
 from tests.engine.test_preemption import preempt_every
 from tests.support.engines import answers, config_for, request, run, running_engine, wait_idle
 from tests.support.tiny_models import random_gguf
@@ -62,36 +62,50 @@ def bits(update) -> tuple:
     )
 
 
-async def meet(engine, asked, others, rng: random.Random):
-    async def later(one, delay_s):
-        await asyncio.sleep(delay_s)
+async def meet(engine, others: list, rng: random.Random) -> list:
+    """The answers to the watched requests, which arrive a little apart and among others."""
+
+    async def later(one):
+        await asyncio.sleep(rng.random() * 0.02)
         return await engine.generate_all(one)
 
-    mine = later(asked, rng.random() * 0.01)
-    return (await asyncio.gather(mine, *(later(one, rng.random() * 0.03) for one in others)))[0]
+    mine, theirs = [later(one) for one in watched()], [later(one) for one in others]
+    return (await asyncio.gather(*mine, *theirs))[: len(mine)]
 
 
-def alone(path, settings: dict, deterministic: bool = True) -> list:
-    with running_engine(path, **settings, compile={"deterministic": deterministic}) as engine:
+@pytest.fixture(scope="module")
+def expected(path):
+    """Each watched request alone, in an engine that has seen nothing else."""
+    with running_engine(path, **SETTINGS["budget 40"], compile={"deterministic": True}) as engine:
         return [bits(answers(engine, [one])[0]) for one in watched()]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_same_bits_among_random_neighbours(path, name):
-    expected = alone(path, SETTINGS["budget 40"])
+def test_the_same_bits_among_random_neighbours(path, name, expected):
     rng = random.Random(name)
     with running_engine(path, **SETTINGS[name], compile={"deterministic": True}) as engine:
         assert engine.info.attention == "aligned" and engine.info.capabilities["deterministic"]
-        check = engine._loop.on_step
-        for meeting in range(-(-NUM_MEETINGS // len(SETTINGS))):
-            at = meeting % len(expected)
-            others = [neighbour(rng) for _ in range(rng.choice([0, 1, 3, 8, 15]))]
+        check, num_met, round_ = engine._loop.on_step, 0, 0
+        while num_met * len(SETTINGS) < NUM_MEETINGS:
             engine._loop.on_step = check
-            if meeting % 3 == 2:
-                preempt_every(engine, rng.choice([3, 4, 7]))
-            if meeting % 4 == 3:
+            if round_ % 3 == 1:
+                preempt_every(engine, rng.choice([3, 4, 7]), most=4)
+            if round_ % 4 == 3:
                 run(engine.flush_cache())
-            update = run(meet(engine, watched()[at], others, rng))
-            assert bits(update) == expected[at], f"meeting {meeting}, request {at}, {len(others)} neighbours"
+            answers_now = run(meet(engine, [neighbour(rng) for _ in range(rng.choice([0, 1, 3, 6]))], rng), 300)
+            for at, update in enumerate(answers_now):
+                assert bits(update) == expected[at], f"round {round_}, request {at}"
+            num_met, round_ = num_met + len(answers_now), round_ + 1
             wait_idle(engine)
         engine._loop.on_step = check
+        assert engine.loads().num_preemptions > 0
+
+
+def test_buckets_and_other_attention_are_refused(path):
+    for section, values, named in (
+        ("compile", {"token_buckets": (16,)}, "compile.token_buckets"), ("kernel", {"attention": "xla"}, "kernel.attention")
+    ):
+        config = config_for(path, compile={"deterministic": True})
+        with pytest.raises(ConfigError, match=named):
+            build_engine(config.replace(section, **values))

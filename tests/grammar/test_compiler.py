@@ -70,6 +70,8 @@ def test_a_matcher_accepts_what_the_grammar_says(compiler, tokenizer, field, val
     ("json_schema", '{"type": ', "line 1 column 10"),
     ("json_schema", "5", "object or a boolean"),
     ("json_schema", '{"type": "objekt"}', "#/type"),
+    ("json_schema", '{"items": [{}, {"type": "integer", "minimun": 3}]}', "#/items/1/minimun; did you mean minimum?"),
+    ("json_schema", '{"$defs": {"a~b": {"nullable": true}}}', "#/$defs/a~0b/nullable"),
     ("json_schema", '{"properties": {"a/b": {"type": "array", "contains": {}}}}', "#/properties/a~1b/contains"),
     ("json_schema", '{"x-guidance": {"lenient": true}, "type": "array", "uniqueItems": true}', "#/uniqueItems"),
     ("json_schema", '{"oneOf": [{"type": "string", "pattern": "a.*"}, {"type": "string", "pattern": ".*b"}]}', "oneOf"),
@@ -81,7 +83,8 @@ def test_a_matcher_accepts_what_the_grammar_says(compiler, tokenizer, field, val
     ("regex", "(?=a)b", "look-around"),
     ("grammar", "start: foo", "1(8)"),
     ("grammar", 'start: "a', "1(10)"),
-], ids=range(14))
+    ("regex", "(a?){500}a{500}", "too much work"),
+], ids=range(17))
 def test_a_refusal_names_field_and_place(compiler, field, value, place):
     with pytest.raises(RequestError) as caught:
         compiler.compile(StructuredOutput(field, value))
@@ -141,3 +144,9 @@ def test_outputs_of_one_grammar_are_apart(compiler, tokenizer):
 def test_a_model_without_eos_cannot_end_an_output(tokenizer):
     with pytest.raises(RequestError, match="no EOS"):
         GrammarCompiler(tokenizer, ()).compile(StructuredOutput("regex", "a+"))
+
+
+def test_annotations_and_names_of_properties_are_no_keywords(compiler):
+    schema = {"title": "t", "x-order": 1, "$comment": "c", "type": "object", "default": {"minimun": 1},
+              "properties": {"minimun": {"const": {"nullable": True}}, "enum": {"enum": [{"a": 1}]}}}
+    compiler.compile(StructuredOutput("json_schema", json.dumps(schema)))

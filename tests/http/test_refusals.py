@@ -129,3 +129,26 @@ async def test_unknown_paths_and_methods_have_the_same_form():
         assert (await ask(server, "GET", "/v2")).error["message"] == "GET /v2: Not Found"
         wrong = await ask(server, "GET", "/v1/completions")
     assert (wrong.status, wrong.headers["allow"]) == (405, "POST")
+
+
+async def test_refusals_name_the_parameter_as_the_client_called_it():
+    engine = FakeEngine()
+    asked = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5,
+             "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"foo": 1}}}}
+    answers = {}
+    async with http_serving(engine) as (server, _):
+        for name in ("json_schema", "max_tokens", "top_p"):
+            engine.failures["p"] = (0, invalid(f"sampling_params.{name}", "x", "is wrong"))
+            answers[name] = await post(server, "/v1/chat/completions", asked)
+    called = {"json_schema": "response_format.json_schema.schema", "max_tokens": "max_completion_tokens", "top_p": "top_p"}
+    assert {name: answer.error["param"] for name, answer in answers.items()} == called
+    assert answers["json_schema"].error["message"] == "response_format.json_schema.schema = 'x': is wrong"
+
+
+async def test_half_a_surrogate_pair_is_refused_by_place():
+    engine = FakeEngine()
+    async with http_serving(engine) as (server, _):
+        answer = await post(server, "/tokenize", {"prompt": "a\ud800"})
+        chat = await post(server, "/tokenize", {"messages": [{"role": "user", "content": "\udc00"}]})
+    assert (answer.status, answer.error["param"]) == (400, "prompt") and "character 1" in answer.error["message"]
+    assert (chat.status, chat.error["param"]) == (400, "messages[0].content")

@@ -49,6 +49,7 @@ def resolved(num_prompt_tokens: int = 10, model: ModelLimits = SMOL, **params) -
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
 def test_every_field_is_served_or_refused_by_name(name):
     base = {"beam_width": 2} if name in ("beam_width", "length_penalty", "early_stopping") else {"seed": 1}
+    base |= {"stop": ("x",)} if name == "include_stop_str_in_output" else {}
     plain = dataclasses.asdict(resolved(**base))
     if SUPPORTED[name]:
         changed = dataclasses.asdict(resolved(**{**base, name: EFFECTIVE[name]}))
@@ -272,6 +273,7 @@ def test_truncation_keeps_the_last_tokens():
     ({"prompt": "a", "request_id": "a\n"}, "request_id", "a"),
     ({"prompt": "a", "request_id": "x" * 257}, "request_id", "257"),
     ({"prompt": "a", "lora_name": "sql"}, "lora_name", "sql"),
+    ({"prompt": "a", "lora_name": ""}, "lora_name", "''"),
     ({"prompt": "a", "priority": 2**31}, "priority", str(2**31)),
     ({"prompt": "a", "priority": 0.5}, "priority", "0.5"),
     ({"prompt": "a", "cache_salt": ""}, "cache_salt", "empty"),
@@ -289,7 +291,7 @@ def test_requests_that_are_refused_before_tokenising(request_fields, field, show
 
 @pytest.mark.parametrize("request_fields", [
     {"prompt": "hello"}, {"prompt_token_ids": [0, 49151]}, {"messages": [Message("user", "<|im_end|>")]},
-    {"prompt": "a", "request_id": "cmpl-1/2:3", "priority": -(2**31), "cache_salt": "tenant", "lora_name": ""},
+    {"prompt": "a", "request_id": "cmpl-1/2:3", "priority": -(2**31), "cache_salt": "tenant"},
 ])
 def test_good_requests_pass(request_fields):
     validate_request(GenerateRequest(**request_fields), SMOL)
@@ -356,3 +358,21 @@ def test_beams_refuse_what_draws_and_what_cannot_be_held():
     assert refusal(37, small, beam_width=4).field == "sampling_params.beam_width"
     drawn = dataclasses.replace(SMOL, generation_defaults={"temperature": 0.6, "top_k": 40})
     assert (resolved(10, drawn, beam_width=2).temperature, resolved(10, drawn, beam_width=2).top_k) == (0.0, 0)
+
+
+def test_fields_that_would_do_nothing_are_refused():
+    assert refusal(include_stop_str_in_output=True).field == "sampling_params.include_stop_str_in_output"
+    assert resolved(include_stop_str_in_output=True, stop_token_ids=(5,)).include_stop_str_in_output
+    assert resolved(length_penalty=1.0).length_penalty == 1.0  # its default may be said
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_nothing_but_the_grammar_ends_structured_output(name):
+    assert refusal(regex="a+", **{name: EFFECTIVE[name]}).field == f"sampling_params.{name}"
+
+
+@pytest.mark.parametrize("field", ["prompt", "prompt_token_ids", "messages"])
+def test_a_prompt_without_room_is_refused_by_the_field_that_held_it(field):
+    with pytest.raises(RequestError) as caught:
+        resolve(SamplingParams(), SMOL, SMOL.context_length, field)
+    assert caught.value.field == field and caught.value.message.startswith(field)

@@ -254,3 +254,18 @@ def test_tools_and_calls_that_the_template_would_drop_are_refused(tmp_path):
         without.encode_chat(conversation("x"), tools=[{"a": 1}])
     with pytest.raises(ChatTemplateError, match="no place for tool_calls"):
         without.encode_chat(called)
+
+
+def test_parts_of_a_message_and_roles_that_the_template_does_not_know_are_refused(smollm2_fields):
+    plain = with_template(smollm2_fields, CHATML)
+    tool = [{"role": "user", "content": "2+2?"}, {"role": "tool", "content": "4", "tool_call_id": "c1"}]
+    for messages, field in (
+        ([{"role": "user", "content": "hi", "name": "Ada"}], "messages[0].name"), (tool, "messages[1].tool_call_id"),
+        ([{"role": "robot", "content": "hi"}], "messages[0].role"),
+    ):
+        with pytest.raises(ChatTemplateError) as caught:
+            plain.encode_chat(messages)
+        assert caught.value.field == field and str(caught.value).startswith(f"{field} = ")
+    knowing = "{% for m in messages %}{{ '<|im_start|>' + m.role + (m.name or '') + (m.tool_call_id or '') + m.content }}"
+    able = with_template(smollm2_fields, knowing + "{% if m.role == 'robot' %}!{% endif %}{% endfor %}")
+    assert able.encode_chat([*tool, {"role": "robot", "content": "hi", "name": "Ada"}])
