@@ -234,6 +234,8 @@ def check_settings(config: Config) -> None:
     make_compile_plan(resolve_automatic(config, jax.default_backend()))
     if config.compile.deterministic and config.kernel.attention not in (None, "aligned"):
         raise ConfigError(f"kernel.attention = {config.kernel.attention!r}: with compile.deterministic it is aligned")
+    if config.compile.deterministic and config.parallel.tensor_parallel_size > 1:
+        raise ConfigError("compile.deterministic = True: on one device only (parallel.tensor_parallel_size)")
     if (path := config.scheduler.step_log) is not None and not Path(path).absolute().parent.is_dir():
         raise ConfigError(f"scheduler.step_log = {path!r}: its folder does not exist")
 

@@ -132,13 +132,13 @@ async def test_unknown_paths_and_methods_have_the_same_form():
 
 
 async def test_refusals_name_the_parameter_as_the_client_called_it():
-    engine = FakeEngine()
     asked = {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 5,
              "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"foo": 1}}}}
     answers = {}
-    async with http_serving(engine) as (server, _):
-        for name in ("json_schema", "max_tokens", "top_p"):
-            engine.failures["p"] = (0, invalid(f"sampling_params.{name}", "x", "is wrong"))
+    for name in ("json_schema", "max_tokens", "top_p"):
+        engine = FakeEngine()
+        engine.failures[None] = (0, invalid(f"sampling_params.{name}", "x", "is wrong"))  # None: a chat has no prompt
+        async with http_serving(engine) as (server, _):
             answers[name] = await post(server, "/v1/chat/completions", asked)
     called = {"json_schema": "response_format.json_schema.schema", "max_tokens": "max_completion_tokens", "top_p": "top_p"}
     assert {name: answer.error["param"] for name, answer in answers.items()} == called
