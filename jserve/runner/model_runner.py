@@ -20,7 +20,7 @@ from jserve.runner.forward import ServedParams
 from jserve.runner.grammar_state import GrammarState
 from jserve.runner.host_blocks import HostBlocks
 from jserve.runner.pooling import Pooled, start_pooling
-from jserve.runner.programs import NUM_SWAPPED, ProgramSet, SampledColumns
+from jserve.runner.programs import NUM_SWAPPED, DeviceState, ProgramSet, SampledColumns
 from jserve.runner.sampling_rows import SamplingRows
 from jserve.sampling.sampler import SamplerVariant
 from jserve.scheduler.plan import PromptScores, StepOutput, StepPlan
@@ -84,16 +84,12 @@ class ModelRunner:
         if self._host is not None:
             self._host.forget()
         self._pools = None  # give the old ones back first: two do not fit
-        self._pools = self._programs.allocate_pools()
-        self._slot_tokens = self._programs.initial_slot_tokens()
-        self._no_sums = self._programs.no_sums()
-        self._shaping_rows = self._programs.shaping.empty_rows()
+        self._take(self._programs.empty_state())
 
     def warm_up(self) -> None:
         """Runs every program once with nothing but padding, so that the first request meets no first-call cost."""
-        self._pools, self._slot_tokens, self._shaping_rows = self._programs.run_each_once(
-            self._params, self._pools, self._slot_tokens, self._shaping_rows
-        )
+        state = DeviceState(self._pools, self._slot_tokens, self._no_sums, self._shaping_rows)
+        self._take(self._programs.run_each_once(self._params, state))
         jax.block_until_ready(self._pools)
         if self._host is not None:
             for _ in range(2):  # the second time counts
@@ -102,6 +98,10 @@ class ModelRunner:
                 self._pools = self._programs.load_blocks(self._pools, self._host, [(0, 0, 0)] * NUM_SWAPPED)
                 jax.block_until_ready(self._pools)
                 self.swap_block_s = (time.perf_counter() - began) / (2 * NUM_SWAPPED)
+
+    def _take(self, state: DeviceState) -> None:
+        self._pools, self._slot_tokens = state.pools, state.slot_tokens
+        self._no_sums, self._shaping_rows = state.no_sums, state.shaping_rows
 
     def launch(self, plan: StepPlan) -> None:
         """Starts a step.  Takes over the pools: whatever read them before is done or queued ahead of it."""

@@ -84,6 +84,17 @@ class SampledColumns:
         return np.ascontiguousarray(self.packed[:, 4 + MAX_LOGPROBS :]).view(np.float32)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DeviceState:
+    """What a runner keeps on the device besides the parameters."""
+
+    pools: tuple[jax.Array, ...]
+    slot_tokens: jax.Array  # i32[num_slots + 1]; the last entry is the dead slot, which padding rows write to
+    no_sums: jax.Array  # f32[num_slots, D], where `pool` starts
+    shaping_rows: ShapingRows
+
+
 class ProgramSet:
     """Builds, compiles and calls the programs of a CompilePlan."""
 
@@ -151,15 +162,20 @@ class ProgramSet:
         """The same of a tree of shapes."""
         return served_shapes(params, self._by_layer)
 
-    def allocate_pools(self) -> tuple[jax.Array, ...]:
-        return tuple(
-            self.placement.zeros(shape, layout.storage_dtype, POOL)
-            for shape, layout in zip(self._pool_shapes, self._layouts)
-        )
+    def empty_state(self) -> DeviceState:
+        """Zeros, by a program of the plan: an array filled on the side would be one more compile."""
+        return self._compiled["state"]()
 
-    def initial_slot_tokens(self) -> jax.Array:
-        """i32[num_slots + 1]; the last entry is the dead slot, which padding rows write to."""
-        return self.placement.zeros((self.num_slots + 1,), jnp.int32)
+    def _state_shapes(self) -> DeviceState:
+        shape_of = self.placement.shape
+        return DeviceState(
+            pools=tuple(
+                shape_of(shape, layout.storage_dtype, POOL) for shape, layout in zip(self._pool_shapes, self._layouts)
+            ),
+            slot_tokens=shape_of((self.num_slots + 1,), jnp.int32),
+            no_sums=shape_of((self.num_slots, self._config.d_model), jnp.float32),
+            shaping_rows=self.shaping.rows_shape(),
+        )
 
     # -- shapes
 
@@ -204,10 +220,6 @@ class ProgramSet:
         """Scores prompt tokens: packed i32[2, SCORED_ROWS] holds flat positions and targets."""
         rows = self._compiled["select", shape](hidden, packed[0])
         return self._compiled["score"](params.outer, rows, packed[1])
-
-    def no_sums(self) -> jax.Array:
-        """f32[num_slots, D] zeros, where `pool` starts."""
-        return self.placement.zeros((self.num_slots, self._config.d_model), jnp.float32)
 
     def pool(self, shape: StepShape, sums: jax.Array, hidden: jax.Array, packed: np.ndarray) -> jax.Array:
         """Adds hidden states to their sums: packed i32[2, SCORED_ROWS] holds flat positions and rows of `sums`,
@@ -265,9 +277,9 @@ class ProgramSet:
         shapes = [staging.shape[1:] for staging in self._staging()]
         return HostBlocks(self.num_host_blocks + 1, shapes, [layout.storage_dtype for layout in self._layouts])
 
-    def run_each_once(self, params: ServedParams, pools, slot_tokens, shaping_rows: ShapingRows):
-        """Runs the smallest step, sampler, scorer and copy on padding.  Returns pools, slot_tokens and shaping_rows,
-        unchanged."""
+    def run_each_once(self, params: ServedParams, state: DeviceState) -> DeviceState:
+        """Donates state.  Runs the smallest step, sampler, scorer and copy on padding; returns the state unchanged."""
+        pools, slot_tokens, shaping_rows = state.pools, state.slot_tokens, state.shaping_rows
         shape = self.plan.step_shapes[0]
         padding = np.zeros(self.input_layout(shape).size, np.int32)
         hidden, sample_hidden, pools = self.forward(shape, params, pools, slot_tokens, padding)
@@ -278,9 +290,9 @@ class ProgramSet:
         shaping_rows = self.shaping.run_each_once(logits, shaping_rows, slot_tokens)
         self.beam_candidates(logits, np.zeros(1, np.int32))
         self.score(shape, params, hidden, np.zeros((2, SCORED_ROWS), np.int32))
-        self.pool(shape, self.no_sums(), hidden, np.full((2, SCORED_ROWS), [[0], [self.num_slots]], np.int32))
+        self.pool(shape, state.no_sums, hidden, np.full((2, SCORED_ROWS), [[0], [self.num_slots]], np.int32))
         pools = self.copy_blocks(pools, [(group, 0, 0) for group in range(len(pools))])
-        return pools, slot_tokens, shaping_rows
+        return DeviceState(pools, slot_tokens, state.no_sums, shaping_rows)
 
     # -- compiling
 
@@ -338,7 +350,7 @@ class ProgramSet:
         width, dtype = self._config.d_model, params.outer.final_norm.dtype
         slot_tokens = i32(self.num_slots + 1)
         sample_hidden = shape_of((self.num_slots, width), dtype)
-        jobs: dict = {}
+        jobs: dict = {"state": self._lowering_of_zeros(self._state_shapes())}
         # Largest first: the last thread to finish should not hold the longest job.
         for shape in sorted(self.plan.step_shapes, key=lambda s: -s.num_tokens):
             packed = i32(self.input_layout(shape).size)
@@ -372,6 +384,12 @@ class ProgramSet:
                 scatter = functools.partial(scatter_blocks, platform=platform)
                 jobs["scatter", group] = lowering(scatter, (pool, blocks, staging, i32()), POOL, donated=(0,))
         return jobs
+
+    def _lowering_of_zeros(self, shapes: DeviceState) -> Callable[[], jax.stages.Lowered]:
+        zeros = lambda: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        if self.placement.num_shards == 1:
+            return jax.jit(zeros).lower
+        return jax.jit(zeros, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes)).lower
 
     def _staging(self) -> list[jax.ShapeDtypeStruct]:
         """[NUM_SWAPPED, L, K, planes, P, lanes] of each layer group."""

@@ -27,14 +27,15 @@ class ShapingPrograms:
         self._compiled: dict = {}
         self._every_token: dict[int, jax.Array] = {}
 
-    def empty_rows(self) -> ShapingRows:
-        return self._placement.put_whole(empty_rows(self._num_slots, self._vocab_size))
+    def rows_shape(self) -> ShapingRows:
+        """Of the dense rows; they start as zeros."""
+        return self._placement.shapes_whole(jax.eval_shape(lambda: empty_rows(self._num_slots, self._vocab_size)))
 
     def jobs(self) -> dict[tuple, Callable[[], jax.stages.Lowered]]:
         """program -> function that lowers it."""
         shape, lowering = self._placement.shape, self._placement.lowering
         i32 = lambda *size: shape(size, jnp.int32)
-        rows = self._placement.shapes_whole(jax.eval_shape(lambda: empty_rows(self._num_slots, self._vocab_size)))
+        rows = self.rows_shape()
         slot_tokens = i32(self._num_slots + 1)
         jobs: dict = {}
         for count in self._row_buckets:
@@ -49,7 +50,7 @@ class ShapingPrograms:
     def use(self, compiled: dict) -> None:
         """Takes the executables of `jobs`."""
         self._compiled = compiled
-        every = lambda count: jnp.full((count, num_words(self._vocab_size)), -1, jnp.int32)
+        every = lambda count: jax.device_put(np.full((count, num_words(self._vocab_size)), -1, np.int32))
         self._every_token = {count: self._placement.put_whole(every(count)) for count in self._row_buckets}
 
     def set_row(self, rows: ShapingRows, slot: int, row: DenseRow) -> ShapingRows:

@@ -58,7 +58,7 @@ def test_another_process_serves_from_it_and_compiles_nothing(model, bundle, tmp_
     assert done.returncode == 0, done.stderr[-2000:]
     served = json.loads(done.stdout.splitlines()[-1])
     assert served["ids"] == naive_generate(loaded.params, loaded.config, PROMPT, 6)
-    assert served["compiles"] <= 10  # arrays of zeros, an operation each; no program
+    assert served["compiles"] == 0
     assert not (tmp_path / "executables").exists()
 
 
