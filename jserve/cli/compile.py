@@ -1,4 +1,4 @@
-"""`jserve compile --out DIR`: every executable that serving needs, made ahead; `jserve serve --bundle DIR` loads them."""
+"""`jserve compile --out DIR`: every executable that serving needs, made ahead, for `jserve serve --bundle DIR`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser)
     parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder to make; must not be there yet")
     parser.add_argument(
-        "--target", metavar="TPU", help="v4, v5e, v5p, v6e or tpu7x, without having one (needs libtpu) [this machine]"
+        "--target", metavar="TPU",
+        help="v4, v5e, v5p, v6e, tpu7x, or v5e-8 and such, without having one (needs libtpu) [this machine]",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 

@@ -1,4 +1,4 @@
-"""Makes a compile bundle: the plan of a config compiled without weights, for this machine or for a TPU that is not here.
+"""Makes a compile bundle: the plan of a config compiled without weights, for this machine or a TPU that is not here.
 
 `jserve.engine.build` starts an engine from one (compile.bundle).
 """
@@ -39,8 +39,8 @@ from pallas_kernels import targets
 def compile_bundle(config: Config, out: str | Path, target: str | None = None, report: Report | None = None) -> Bundle:
     """Compiles every program of `config` and writes them to the new folder `out`.
 
-    Reads the checkpoint's headers and tokenizer, not its weights.  `target` names a TPU generation to compile for without
-    having one (libtpu is needed); None: this machine's device.
+    Reads the checkpoint's headers and tokenizer, not its weights.  `target` names a TPU to compile for without having
+    one (libtpu is needed); None: this machine's devices.
     Raises:
       ConfigError, ModelError, TokenizerError: one line that names what is wrong.
     """

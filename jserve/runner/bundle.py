@@ -52,7 +52,7 @@ class Bundle:
             )
 
     def load(self, name: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled:
-        """A program's executable on these devices.  ConfigError where there is none, or it is damaged or refused by the runtime."""
+        """A program's executable on these devices.  ConfigError: there is none, it is damaged, or the runtime refuses it."""
         entry = self.programs.get(name)
         if entry is None:
             raise ConfigError(f"compile.bundle = {str(self.folder)!r} has no program {name}; make it again")
@@ -89,7 +89,10 @@ def open_bundle(folder: str | Path) -> Bundle:
 
 
 def write_bundle(
-    folder: str | Path, facts: Mapping[str, str], num_blocks: int, executables: Iterable[tuple[str, jax.stages.Compiled]]
+    folder: str | Path,
+    facts: Mapping[str, str],
+    num_blocks: int,
+    executables: Iterable[tuple[str, jax.stages.Compiled]],
 ) -> Bundle:
     """Writes a new bundle; the folder appears when all of it is on disk.  ConfigError where it cannot."""
     folder = Path(folder).expanduser().absolute()

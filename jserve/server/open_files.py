@@ -32,15 +32,15 @@ def allow_open_files(section: ServerSection) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     if allowed < wanted:
         log.warning(
-            "%d open files allowed, server.max_concurrent_streams = %d wants %d: further callers will not be able to connect"
-            " (raise `ulimit -Hn`, or LimitNOFILE in a systemd unit)", allowed, section.max_concurrent_streams, wanted,
+            "%d open files allowed, server.max_concurrent_streams = %d wants %d: callers beyond that cannot connect (raise"
+            " `ulimit -Hn`, or LimitNOFILE in a systemd unit)", allowed, section.max_concurrent_streams, wanted,
         )
 
 
 class FewWords:
     """An event loop's exception handler that says once in a while, in one line, that there are no more files.
 
-    asyncio tells of each connection that it cannot accept with a traceback, as often as its backlog is long, every second.
+    asyncio writes a traceback for each connection that it cannot accept, as many as its backlog is long, every second.
     """
 
     EVERY_S = 10.0
@@ -55,4 +55,4 @@ class FewWords:
         now = time.monotonic()
         if self._last is None or now - self._last >= self.EVERY_S:
             self._last = now
-            log.error("no more files can be opened: new callers over HTTP wait until others leave (`ulimit -n`, LimitNOFILE)")
+            log.error("no more files can be opened: new HTTP callers wait until others leave (`ulimit -n`, LimitNOFILE)")

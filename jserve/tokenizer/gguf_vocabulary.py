@@ -81,7 +81,7 @@ def from_gguf(source: str | Path | Mapping[str, Any] | Any) -> Tokenizer:
     if model != "gpt2":
         what = "it has none" if model is None else f"{model!r}: not built yet"
         raise TokenizerError(
-            f"tokenizer.ggml.model = {what}; byte-level BPE ('gpt2') and SentencePiece BPE ('llama') are what can be read"
+            f"tokenizer.ggml.model = {what}; byte-level BPE ('gpt2') and SentencePiece BPE ('llama') are"
         )
     pre = fields.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:

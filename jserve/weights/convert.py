@@ -1,4 +1,4 @@
-"""One model, from a GGUF, an HF folder or an Orbax checkpoint, into either of the last two: streaming, whole or not at all.
+"""One model, from a GGUF, an HF folder or an Orbax checkpoint, into either of the last two: streamed, all or nothing.
 
 Everything is written into a folder beside the target that no loader accepts (its config.json comes last), with the
 digests of its files, and renamed when all of it is on disk.  What a killed conversion left is removed by the next one.

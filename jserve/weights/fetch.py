@@ -47,7 +47,7 @@ KNOWN = {
 
 
 def locate(name: str, cache_dir: str | Path, report: Callable[[str], None] = lambda line: None) -> Path:
-    """The path of the model called `name`: a known name, `hf:org/name`, `gs://...`, or a path.  Fetches what is not there yet.
+    """The path of the model called `name`: a known name, `hf:org/name`, `gs://...`, or a path.  Fetches what is missing.
 
     Raises ConfigError, naming the model and what would do.
     """
@@ -61,7 +61,8 @@ def locate(name: str, cache_dir: str | Path, report: Callable[[str], None] = lam
     if name and path.exists():
         return path
     near = difflib.get_close_matches(name.lower(), KNOWN, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"known names: {', '.join(KNOWN)}; others: a path, hf:org/name, or gs://bucket/folder"
+    others = f"known names: {', '.join(KNOWN)}; others: a path, hf:org/name, or gs://bucket/folder"
+    hint = f"did you mean {near[0]}?" if near else others
     raise ConfigError(f"model.path = {name!r}: no such file or folder, and not a known name; {hint}")
 
 

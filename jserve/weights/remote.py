@@ -28,8 +28,8 @@ _LISTING = ".jserve_remote.json"
 
 
 def from_hugging_face(name: str, report: Report) -> Path:
-    """A snapshot of `org/name`, `org/name@revision`, or one file of either (`org/name/x.gguf`), kept where huggingface_hub
-    keeps its own; the token comes from where it looks for one (HF_TOKEN, or what `hf auth login` stored).
+    """A snapshot of `org/name`, `org/name@revision`, or one file of either (`org/name/x.gguf`), kept where
+    huggingface_hub keeps its own; the token comes from where it looks for one (HF_TOKEN, `hf auth login`).
 
     Raises ConfigError, naming the model and what would do.
     """
@@ -40,13 +40,16 @@ def from_hugging_face(name: str, report: Report) -> Path:
     organisation, _, rest = place.partition("/")
     repository, _, file = rest.partition("/")
     if not (organisation and repository) or ("@" in name and not revision):
-        raise ConfigError(f"model.path = 'hf:{name}': expected hf:org/name, hf:org/name@revision or hf:org/name/file.gguf")
+        expected = "hf:org/name, hf:org/name@revision or hf:org/name/file.gguf"
+        raise ConfigError(f"model.path = 'hf:{name}': expected {expected}")
     repository = f"{organisation}/{repository}"
     report(f"fetching {name} from the Hugging Face hub")
     try:
         if file:
             return Path(huggingface_hub.hf_hub_download(repository, file, revision=revision or None))
-        folder = Path(huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(WANTED)))
+        folder = Path(
+            huggingface_hub.snapshot_download(repository, revision=revision or None, allow_patterns=list(WANTED))
+        )
     except errors.GatedRepoError:
         why = f"gated; accept its terms on the hub's page of {repository}, then set HF_TOKEN or run `hf auth login`"
     except errors.RevisionNotFoundError:
@@ -54,8 +57,9 @@ def from_hugging_face(name: str, report: Report) -> Path:
     except errors.RepositoryNotFoundError:
         why = "no such repository, or a private one; for that set HF_TOKEN or run `hf auth login`"
     except errors.EntryNotFoundError as error:
-        offline = isinstance(error, errors.LocalEntryNotFoundError)
-        why = "the hub cannot be reached and it is not in the cache (HF_HOME)" if offline else f"{repository} has no {file}"
+        why = f"{repository} has no {file}"
+        if isinstance(error, errors.LocalEntryNotFoundError):
+            why = "the hub cannot be reached and it is not in the cache (HF_HOME)"
     except OSError as error:  # the disk, or the network
         why = error.strerror or _first_line(error)
     except Exception as error:  # the client raises many kinds
@@ -68,8 +72,8 @@ def from_hugging_face(name: str, report: Report) -> Path:
 
 
 def from_bucket(url: str, cache_dir: Path, report: Report) -> Path:
-    """The local copy of a folder or a GGUF in a bucket.  What the bucket has changed since is copied again; a copy that was
-    interrupted goes on with the next file.
+    """The local copy of a folder or a GGUF in a bucket.  What changed in the bucket since is copied again; a copy that
+    was interrupted goes on with the next file.
 
     Raises ConfigError, naming the model and what would do.
     """
@@ -80,7 +84,8 @@ def from_bucket(url: str, cache_dir: Path, report: Report) -> Path:
         if not listed:
             raise ConfigError(f"model.path = {url!r}: nothing is there")
         is_file = list(listed) == [path.rstrip("/")]
-        entries = {Path(path).name if is_file else name[len(path.rstrip("/")) + 1 :]: entry for name, entry in listed.items()}
+        prefix = len(path.rstrip("/")) + 1
+        entries = {Path(path).name if is_file else name[prefix:]: entry for name, entry in listed.items()}
         for name in entries:
             if name.startswith("/") or ".." in Path(name).parts:
                 raise ConfigError(f"model.path = {url!r}: {name!r} is no name of a file within it")
@@ -112,7 +117,9 @@ def _copy(filesystem: Any, entries: Mapping[str, dict], target: Path, url: str, 
         return
     needed, free = sum(entries[name]["size"] for name in stale), shutil.disk_usage(target).free
     if needed > free:
-        raise ConfigError(f"model.path = {url!r}: {needed / 1e9:.1f} GB are needed in {target}, {free / 1e9:.1f} GB are free")
+        raise ConfigError(
+            f"model.path = {url!r}: {needed / 1e9:.1f} GB are needed in {target}, {free / 1e9:.1f} GB are free"
+        )
     report(f"fetching {url} ({len(stale)} files, {needed / 1e6:,.0f} MB) into {target}")
     # config.json last: without it nothing loads.
     for name in sorted(stale, key=lambda name: (Path(name).name == "config.json", name)):
@@ -120,8 +127,9 @@ def _copy(filesystem: Any, entries: Mapping[str, dict], target: Path, url: str, 
         part.parent.mkdir(parents=True, exist_ok=True)
         with filesystem.open(entries[name]["name"], "rb") as source, part.open("wb") as sink:
             shutil.copyfileobj(source, sink, _CHUNK_BYTES)
-        if part.stat().st_size != entries[name]["size"]:
-            raise ConfigError(f"model.path = {url!r}: {name} ended after {part.stat().st_size} of {entries[name]['size']} bytes")
+        found, expected = part.stat().st_size, entries[name]["size"]
+        if found != expected:
+            raise ConfigError(f"model.path = {url!r}: {name} ended after {found} of {expected} bytes")
         os.replace(part, target / name)
         known = {**{name: fact for name, fact in known.items() if name in entries}, name: facts[name]}
         (target / _LISTING).write_text(json.dumps(known))
