@@ -96,7 +96,7 @@ def default_tiles(layout: PoolLayout, instruction: str = "wgmma") -> GpuTiles:
     """Heads of 256 leave room for one decode program a core, and for the chunks' output in parts only."""
     if layout.lanes > 128:
         warpgroups = 1 if is_narrow(layout) else 2
-        sizes = {"decode_columns": 32, "chunk_warpgroups": warpgroups, "chunk_narrow_stages": 1, "chunk_columns": 32}
+        sizes = {"decode_columns": 32, "chunk_warpgroups": warpgroups, "chunk_narrow_stages": 1, "chunk_columns": 64}
         return GpuTiles(instruction, **sizes)
     return GpuTiles(instruction)
 
