@@ -1,6 +1,7 @@
 """Conversions: the same model in every format, whole or not at all, and damage that is found and named."""
 
 import dataclasses
+import errno
 import json
 import shutil
 import signal
@@ -284,4 +285,15 @@ def test_a_full_disk_is_seen_before_anything_is_written(source, tmp_path, monkey
     for format in ("hf", "orbax"):
         with pytest.raises(WeightsError, match="GB are needed, 0.0 GB are free"):
             convert(source, tmp_path / "model", format)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("format", ["hf", "orbax"])
+def test_a_disk_that_fills_up_on_the_way_leaves_nothing(source, tmp_path, monkeypatch, format):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)  # when what was written has to reach the disk
+    with pytest.raises(OSError, match="No space left on device"):
+        convert(source, tmp_path / "model", format)
     assert list(tmp_path.iterdir()) == []
