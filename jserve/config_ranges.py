@@ -14,7 +14,7 @@ _ONE_OF = {
     "model.dtype": _DTYPES,
     "model.quantize": ("none", "int8"),
     "model.generation_config": ("auto", "none"),
-    "kv.dtype": _DTYPES,
+    "kv.dtype": ("f32", "f16", "bf16", "int8", "fp8", "float32", "float16", "bfloat16"),
     "kv.preemption": ("auto", "recompute", "swap"),
     "scheduler.policy": ("fcfs", "priority", "shortest-remaining", "longest-prefix", "fair"),
     "kernel.attention": ("reference", "xla", "aligned", "mosaic_tpu", "mosaic_gpu"),

@@ -76,7 +76,8 @@ def reports(target: str, model: str, size: int = 1, quantize: str = "none", buck
     memory = size_pool(model_config, weight_bytes, config, placement, plan, device_bytes=device_bytes)
     layouts = pool_layouts(model_config, config, placement)
     programs = make_programs(
-        model_config, config, plan, layouts, memory.num_blocks, model_config.vocab_size, 0, placement
+        model_config, config, plan, layouts, tuple(group.num_blocks for group in memory.groups), model_config.vocab_size, 0,
+        placement,
     )
     served = forward.ServedParams(params.replace(layers=None), params.layers)
     facts = {
@@ -86,7 +87,7 @@ def reports(target: str, model: str, size: int = 1, quantize: str = "none", buck
         "activation_bytes": memory.activation_bytes, "num_layers": model_config.num_layers,
     }  # fmt: skip
     local_shapes = {
-        "pool": layouts[0].shape(model_config.num_layers, memory.num_blocks),
+        "pool": layouts[0].shape(model_config.layer_groups[0].num_layers, memory.groups[0].num_blocks),
         **{
             f"weights {'x'.join(map(str, leaf.shape))}": leaf.sharding.shard_shape(leaf.shape)
             for leaf in jax.tree.leaves(params.layers)
@@ -194,7 +195,9 @@ class running_layers:
 
         self._original = run_layers = llama.run_layers
         if self._platform is not None:
-            llama.run_layers = lambda layer, carry, weights, platform: run_layers(layer, carry, weights, self._platform)
+            llama.run_layers = lambda layer, carry, weights, groups, platform: run_layers(
+                layer, carry, weights, groups, self._platform
+            )
 
     def __exit__(self, *error) -> None:
         from jserve.models import llama

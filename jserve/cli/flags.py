@@ -37,7 +37,7 @@ ALIASES = (
         ("--generation-config",), "model.generation_config", "auto|none", "none: ignore the model's sampling defaults"
     ),
     Alias(("--quantize",), "model.quantize", "none|int8", "int8: a quarter of the weight bytes, 8-bit products"),
-    Alias(("--kv-dtype",), "kv.dtype", "DTYPE", "the KV cache: float32 or bfloat16"),
+    Alias(("--kv-dtype",), "kv.dtype", "DTYPE", "the KV cache: f32, f16, bf16, int8 or fp8"),
     Alias(("--kv-memory",), "kv.memory_bytes", "BYTES", "size of the KV cache"),
     Alias(("--no-prefix-cache",), "kv.prefix_cache", help="never reuse the KV of equal prefixes", fixed=False),
     Alias(("--max-num-seqs",), "scheduler.max_num_seqs", "N", "sequences that run at the same time"),

@@ -15,7 +15,7 @@ from jserve.config import Config, ConfigError
 from jserve.planner import report
 from jserve.planner.deployment import Question, Recommended, predict
 from jserve.planner.devices import DEVICES, find_device
-from jserve.planner.roofline import BYTES_OF, Roofline
+from jserve.planner.roofline import BYTES_OF, KV_BYTES_OF, Roofline
 from jserve.planner.shapes import BUILT_IN, find_model
 from jserve.simulator.engine import EngineSettings
 from jserve.simulator.step_sizes import plan_buckets
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel-size", "--tp", type=whole(), metavar="N", help="devices that share it [a slice's; 1 GPU]"
     )
     what.add_argument("--dtype", choices=BYTES_OF, help="weights [bfloat16; cpu: float32]")
-    what.add_argument("--kv-dtype", choices=BYTES_OF, help="KV cache [dtype, or bfloat16 where weights are narrower]")
+    what.add_argument("--kv-dtype", choices=KV_BYTES_OF, help="KV cache [dtype, or bfloat16 where that is narrower]")
     load = parser.add_argument_group("the load")
     load.add_argument("--context", type=whole(), metavar="N", help="longest sequence [the model's]")
     load.add_argument(

@@ -8,7 +8,7 @@ import math
 from jserve.cli.bench_flags import MergeTargets, target
 from jserve.cli.number_flags import number, number_list, percentages, whole, whole_list
 from jserve.planner.devices import DEVICES
-from jserve.planner.roofline import BYTES_OF
+from jserve.planner.roofline import BYTES_OF, KV_BYTES_OF
 from jserve.planner.shapes import BUILT_IN
 from jserve.scheduler import POLICIES
 from jserve.simulator.systems import SYSTEMS
@@ -33,7 +33,7 @@ def _add_machine(group) -> None:
     )
     group.add_argument("--tensor-parallel-size", "--tp", type=whole(), metavar="N", help="devices that share the model")
     group.add_argument("--dtype", choices=BYTES_OF, help="weights [bfloat16; cpu: float32]")
-    group.add_argument("--kv-dtype", choices=BYTES_OF, help="KV cache [dtype]")
+    group.add_argument("--kv-dtype", choices=KV_BYTES_OF, help="KV cache [dtype]")
     group.add_argument(
         "--memory-fraction", type=number(0, 1, above=True), default=0.9, metavar="F",
         help="[%(default)s]",

@@ -24,7 +24,7 @@ from jserve.engine.tier_end import keep_cached
 from jserve.kv import BlockManager
 from jserve.kv.block_keys import root_key
 from jserve.metrics import Histograms, RequestCounts
-from jserve.models.config import ModelConfig, ModelError
+from jserve.models.config import LayerGroup, ModelConfig, ModelError
 from jserve.models.inputs import attention_spec
 from jserve.models.registry import model_code
 from jserve.models.spec import num_parameters, shapes
@@ -33,7 +33,7 @@ from jserve.runner.bundle import Bundle, open_bundle
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, make_compile_plan
 from jserve.runner.compiler import CompileCounter
 from jserve.runner.executable_store import ExecutableStore, environment_facts, fingerprint
-from jserve.runner.memory import MemoryPlan, available_host_bytes, plan_memory
+from jserve.runner.memory import GroupMemory, MemoryPlan, available_host_bytes, plan_memory
 from jserve.runner.model_runner import ModelRunner
 from jserve.runner.programs import ProgramSet
 from jserve.sampling.fields import SUPPORTED
@@ -42,6 +42,7 @@ from jserve.sampling.shaping import BYTES_PER_ID
 from jserve.sampling.validate import generation_defaults
 from jserve.scheduler import PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits
 from jserve.scheduler.policies import parse_weights
+from jserve.scheduler.seating import STEP_TOKENS
 from jserve.tiers.disk_store import DiskStore
 from jserve.tokenizer import Tokenizer, TokenizerError, from_folder, from_gguf
 from jserve.weights import manifest
@@ -50,6 +51,11 @@ from jserve.weights.errors import WeightsError
 from jserve.weights.load import LoadedModel, load_model
 from pallas_kernels.paged_attention import PoolLayout, choose, layout
 
+KV_DTYPES = {
+    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "int8": "int8", "fp8": "fp8",
+    "float32": "float32", "float16": "float16", "bfloat16": "bfloat16",
+}  # fmt: skip
+"""What kv.dtype may be -> what it is called from then on."""
 MOST_HOST_BYTES = 4 * 2**30
 """Of host memory for swapping, where nothing else is asked."""
 
@@ -155,9 +161,10 @@ def assemble_engine(
     if bundle is not None and config.kv.num_blocks is None and config.kv.memory_bytes is None:
         config = config.replace("kv", num_blocks=bundle.num_blocks)  # what its programs were made for
     memory = size_pool(model.config, placement.bytes_per_device(model.params), config, placement, plan)
-    report.line(str(memory))
+    for line in str(memory).splitlines():
+        report.line(line)
     bytes_per_block = memory.bytes_per_block * placement.num_shards  # of all devices
-    num_host_blocks = count_host_blocks(config, memory.num_blocks * bytes_per_block, bytes_per_block)
+    num_host_blocks = count_host_blocks(config, memory.pool_bytes * placement.num_shards, bytes_per_block)
     if num_host_blocks:
         size = num_host_blocks * bytes_per_block
         report.line(f"host memory: {num_host_blocks} blocks = {size / 2**30:.2f} GiB for swapping and cached prefixes")
@@ -165,7 +172,7 @@ def assemble_engine(
 
     kv = KvSettings(
         windows=tuple(group.sliding_window for group in model.config.layer_groups),
-        num_blocks=(memory.num_blocks,) * len(layouts),
+        num_blocks=tuple(group.num_blocks for group in memory.groups),
         block_size=config.kv.block_size,
         num_slots=plan.num_slots,
         max_blocks_per_seq=math.ceil(model.config.context_length / config.kv.block_size),
@@ -181,7 +188,7 @@ def assemble_engine(
     )
     blocks = kv.make(key, disk)
     programs = make_programs(
-        model.config, config, plan, layouts, memory.num_blocks, tokenizer.vocab_size, num_host_blocks, placement
+        model.config, config, plan, layouts, kv.num_blocks, tokenizer.vocab_size, num_host_blocks, placement
     )
     if plan.num_slots < config.scheduler.max_num_seqs:
         report.line(
@@ -262,6 +269,11 @@ def resolve_automatic(config: Config, platform: str) -> Config:
         budget = max(128, config.scheduler.max_num_seqs)
     default("scheduler", max_num_batched_tokens=budget)
     default("compile", num_threads=os.cpu_count() or 1)
+    config = config.replace("kv", dtype=KV_DTYPES[config.kv.dtype])
+    if config.kv.dtype == "int8" and not on_cpu:
+        raise ConfigError(
+            f"kv.dtype = 'int8': needs scales, which only the CPU's pool has; on {platform} fp8 has one byte and none"
+        )
     policy_settings(config)
     return config
 
@@ -329,7 +341,9 @@ def load_tokenizer(model: LoadedModel) -> Tokenizer:
 def pool_layouts(model: ModelConfig, config: Config, placement: Placement) -> tuple[PoolLayout, ...]:
     """One pool layout per layer group, of the part that one device has."""
     shard, platform = model.shard(placement.num_shards, placement.axis), placement.devices[0].platform
-    one = layout(platform, shard.num_kv_heads, shard.head_dim, config.kv.block_size, jnp.dtype(config.kv.dtype))
+    dtype = jnp.dtype(jnp.float8_e4m3fn if config.kv.dtype == "fp8" else config.kv.dtype)
+    scaled = dtype.itemsize == 1 and platform == "cpu"
+    one = layout(platform, shard.num_kv_heads, shard.head_dim, config.kv.block_size, dtype, scaled)
     return (one,) * len(model.layer_groups)
 
 
@@ -362,12 +376,34 @@ def size_pool(
         device_bytes=device_bytes,
         weight_bytes=weight_bytes,
         activation_bytes=activation_bytes(model.shard(placement.num_shards, placement.axis), plan),
-        bytes_per_block=sum(
-            layout.bytes_per_block(group.num_layers) for layout, group in zip(layouts, model.layer_groups)
-        ),
+        groups=group_memory(model, config, layouts, plan),
         block_size=config.kv.block_size,
         num_devices=placement.num_shards,
     )
+
+
+def group_memory(
+    model: ModelConfig, config: Config, layouts: tuple[PoolLayout, ...], plan: CompilePlan
+) -> tuple[GroupMemory, ...]:
+    """What each layer group's blocks take; how many there are is not decided yet."""
+    return tuple(
+        GroupMemory(
+            num_layers=group.num_layers,
+            bytes_per_block=layout.bytes_per_block(group.num_layers),
+            window=group.sliding_window,
+            most_blocks=_most_blocks(group, config, plan) if len(layouts) > 1 else None,
+        )
+        for layout, group in zip(layouts, model.layer_groups)
+    )
+
+
+def _most_blocks(group: LayerGroup, config: Config, plan: CompilePlan) -> int | None:
+    """Blocks of a window group that are of use beside a group that keeps everything: twice what all slots can hold at
+    once, with two steps' tokens; the second half is for what the prefix cache may find."""
+    if group.sliding_window is None:
+        return None
+    size, budget = config.kv.block_size, config.scheduler.max_num_batched_tokens
+    return 1 + 2 * (plan.num_slots * (-(-group.sliding_window // size) + 2) + 2 * -(-budget // size))
 
 
 def activation_bytes(model: ModelConfig, plan: CompilePlan) -> int:
@@ -387,7 +423,7 @@ def make_programs(
     config: Config,
     plan: CompilePlan,
     layouts: tuple[PoolLayout, ...],
-    num_blocks: int,
+    num_blocks: tuple[int, ...],
     num_real_tokens: int,
     num_host_blocks: int,
     placement: Placement,
@@ -406,7 +442,8 @@ def make_programs(
         plan,
         layouts=layouts,
         pool_shapes=tuple(
-            placement.pool_shape(one.shape(group.num_layers, num_blocks)) for one, group in zip(layouts, groups)
+            placement.pool_shape(one.shape(group.num_layers, count))
+            for one, group, count in zip(layouts, groups, num_blocks)
         ),
         implementation=implementations.pop(),
         max_blocks=math.ceil(model.context_length / config.kv.block_size),
@@ -517,7 +554,7 @@ def _wire(
         vocab_size=model.config.vocab_size,
         eos_token_ids=eos_token_ids,
         generation_defaults=defaults,
-        max_pool_tokens=memory.num_tokens,
+        max_pool_tokens=memory.most_tokens(STEP_TOKENS),
         block_size=config.kv.block_size,
         max_num_seqs=plan.num_slots,
         num_real_tokens=tokenizer.vocab_size,

@@ -64,15 +64,15 @@ def compile_bundle(config: Config, out: str | Path, target: str | None = None, r
         checkpoint.eos_token_ids, checkpoint.digest,
     )  # fmt: skip
     plan = make_compile_plan(config)
-    layouts, num_blocks = pool_layouts(model_config, config, placement), memory.num_blocks
+    layouts, group_blocks = pool_layouts(model_config, config, placement), tuple(g.num_blocks for g in memory.groups)
     if is_here:
-        bytes_per_block = memory.bytes_per_block * placement.num_shards
-        num_host_blocks = count_host_blocks(config, num_blocks * bytes_per_block, bytes_per_block)
+        num_shards = placement.num_shards
+        num_host_blocks = count_host_blocks(config, memory.pool_bytes * num_shards, memory.bytes_per_block * num_shards)
     else:
         num_host_blocks = int(config.kv.preemption != "recompute")
     tokenizer = load_tokenizer(model)
     programs = make_programs(
-        model_config, config, plan, layouts, num_blocks, tokenizer.vocab_size, num_host_blocks, placement
+        model_config, config, plan, layouts, group_blocks, tokenizer.vocab_size, num_host_blocks, placement
     )
     params = programs.served_shapes(model.params)
     report.line(f"compile plan: {plan}")
@@ -83,7 +83,8 @@ def compile_bundle(config: Config, out: str | Path, target: str | None = None, r
         options=programs.compiler_options, devices=placement.devices,
     )  # fmt: skip
     facts = {**environment_facts(placement.devices[0]), **programs.facts(params)}
-    return write_bundle(out, facts, num_blocks, ((str(name), compiled) for name, compiled in executables.items()))
+    named = ((str(name), compiled) for name, compiled in executables.items())
+    return write_bundle(out, facts, max(group_blocks), named)
 
 
 def _place(target: str, num_devices: int) -> Placement:

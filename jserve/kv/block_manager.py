@@ -81,6 +81,8 @@ class BlockManager:
             self.tiers = Tiers(self._memory, prefixes, self._cache, self._swap, disk, chain)
         self._known_unused = [np.zeros(count, bool) for count in num_blocks]
         self.tables = self._memory.tables
+        self.has_windows = self._memory.has_windows
+        """Some group gives back blocks while a sequence runs: blocks are then to be taken step by step."""
         self._num_queried_tokens = self._num_hit_tokens = 0
 
     # What there is
@@ -137,6 +139,24 @@ class BlockManager:
         """Blocks that the running sequences would need on top of the used ones if nothing were shared."""
         return self._memory.num_entries - self.num_used_blocks
 
+    def expect_steps(self, step_tokens: int) -> None:
+        """Most tokens by which a sequence grows between two calls of release_behind_window."""
+        self._memory.step_tokens = step_tokens
+
+    def num_wanted(self, num_tokens: int) -> int:
+        """Most blocks of one group that a sequence of num_tokens has at once."""
+        return int(self._memory.num_wanted(-(-num_tokens // self.block_size)).max())
+
+    def has_room(self, num_blocks: int, num_sequences: int = 1, headroom: int = 0) -> bool:
+        """Whether every group can hand out num_blocks to num_sequences, and headroom more, beyond what is promised."""
+        wanted = self._memory.num_wanted(num_blocks, num_sequences)
+        return bool((wanted + headroom <= self._memory.num_unpromised).all())
+
+    def fits_blocks(self, num_blocks: int, num_sequences: int) -> bool:
+        """Whether num_sequences can hold num_blocks between them, alone in the pools."""
+        wanted = self._memory.num_wanted(num_blocks, num_sequences)
+        return all(count <= pool.num_usable for count, pool in zip(wanted, self._memory.pools))
+
     def fits(self, num_tokens: int, step_tokens: int | None = None) -> bool:
         """Whether one sequence of num_tokens can be held at all, alone in the pool. step_tokens: it grows by so many
         at a time, release_behind_window between, so that a window group never holds all of it."""
@@ -158,17 +178,19 @@ class BlockManager:
         step_tokens: int | None = None,
     ) -> bool:
         """Whether admit and grow would work now and leave `headroom` blocks to hand out; grow to len(tokens), or by
-        step_tokens where given."""
+        step_tokens where given. Where expect_steps was called, a window group needs no more than it has at once."""
         num_blocks = -(-len(tokens) // self.block_size)
-        num_first = num_blocks if step_tokens is None else min(-(-step_tokens // self.block_size), num_blocks)
-        num_to_spare = self.num_available_blocks - headroom
-        if num_blocks <= num_to_spare:
+        most = num_blocks if step_tokens is None else min(-(-step_tokens // self.block_size), num_blocks)
+        wanted = self._memory.num_wanted(num_blocks)
+        to_spare = self._memory.num_unpromised - headroom
+        if (wanted <= to_spare).all():
             return True  # also without a hit
-        if not use_cache or min(num_blocks - self._cache.num_shareable(tokens), num_first) > num_to_spare:
-            return num_first <= num_to_spare
+        num_unshared = num_blocks - self._cache.num_shareable(tokens) if use_cache else num_blocks
+        if not use_cache or (np.minimum(wanted, min(num_unshared, most)) > to_spare).any():
+            return bool((np.minimum(wanted, most) <= to_spare).all())
         found = self._cache.find(tokens, salt)
-        num_new = min(num_blocks - found.shape[1], num_first)
-        return num_new <= self._memory.num_available_after_adopting(found) - headroom
+        num_new = np.minimum(wanted - self._memory.num_adopted(found), min(num_blocks - found.shape[1], most))
+        return bool((num_new <= self._memory.num_available_after_adopting(found) - headroom).all())
 
     def admit(self, slot: int, tokens: np.ndarray, *, salt: bytes = b"", use_cache: bool = True) -> int:
         """Starts a sequence in an empty slot with the cached part of `tokens` (i32, all known tokens); returns the
@@ -205,6 +227,18 @@ class BlockManager:
         """
         return self._memory.grow(slot, num_tokens)
 
+    def num_growable(self, slot: int) -> int:
+        """Tokens in total to which grow would work now."""
+        return self._memory.num_growable(slot)
+
+    def reserve(self, slot: int, num_tokens: int) -> bool:
+        """grow, where blocks stay until the sequence ends; where windows give some back, only the promise: others leave
+        room (can_admit, has_room), and the sequence grows step by step."""
+        if not self.has_windows:
+            return self.grow(slot, num_tokens)
+        self._memory.num_expected[slot] = num_tokens
+        return True
+
     def grow_each(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
         """grow for each slot (distinct) in order, up to the first that does not fit; returns how many fitted."""
         return self._memory.grow_each(slots, num_tokens)
@@ -232,6 +266,10 @@ class BlockManager:
             slot = int(slots[place])
             self._cache.register(slot, tokens[slot], int(num_computed[place]))
 
+    def can_fork(self, parent: int, num_tokens: int) -> bool:
+        """Whether nothing that a fork at num_tokens sees was given back behind the parent's window."""
+        return self._memory.can_fork(parent, num_tokens)
+
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         """Starts a sequence in the empty slot `child` that shares the blocks of the parent's first num_tokens
         computed tokens. Costs no block; a partial last block is copied when one of its owners grows."""
@@ -242,6 +280,12 @@ class BlockManager:
         """Gives back blocks that no query at position num_computed or later can see; their table entries become 0.
         Call commit first: what is not registered by then cannot be found later."""
         self._memory.release_behind_window(slots, num_computed)
+
+    def awaits_release(self, slots: np.ndarray, num_scheduled: np.ndarray, lag: int) -> bool:
+        """Whether release_behind_window, `lag` tokens before what is scheduled, will give back any block once that is
+        computed."""
+        late = num_scheduled > self._memory.num_computed[slots]
+        return self._memory.num_releasable(slots[late], num_scheduled[late] - lag) > 0
 
     def free(self, slot: int) -> None:
         """Ends the sequence. Its findable blocks stay so until reused, the tail of a chain before its head."""

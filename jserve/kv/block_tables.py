@@ -27,6 +27,7 @@ class BlockTables:
         max_blocks_per_seq: int,
     ):
         self.groups = tuple(groups)
+        self.has_windows = any(spec.window is not None for spec in self.groups)
         self.block_size = block_size
         self.max_blocks_per_seq = max_blocks_per_seq
         self.pools = tuple(BlockPool(count) for count in num_blocks)
@@ -36,6 +37,9 @@ class BlockTables:
         self.num_behind = np.zeros((len(groups), num_slots), np.int64)  # leading entries given back
         self.num_computed = np.zeros(num_slots, np.int64)  # tokens whose KV is known to be there
         self.shared_last = np.full(num_slots, -1, np.int64)  # index of a partial block shared by a fork, or -1
+        self.num_expected = np.zeros(num_slots, np.int64)  # tokens that room is kept for, though blocks come by step
+        self.step_tokens: int | None = None
+        """Tokens by which a sequence can grow before what is behind its window comes back; None: never asked."""
         self._copies: dict[tuple[int, int], int] = {}  # (group, destination) -> source
         self._loads: dict[tuple[int, int], int] = {}  # (group, destination) -> host block
         self.on_evict: Callable[[int, list[int]], None] = lambda group, blocks: None
@@ -46,6 +50,29 @@ class BlockTables:
     def num_available(self) -> int:
         """Blocks that every group can still hand out, free or cached."""
         return min(pool.num_available for pool in self.pools)
+
+    def num_wanted(self, num_blocks: int, num_sequences: int = 1) -> np.ndarray:
+        """i64[groups]: what of num_blocks, written by num_sequences step by step, is there at once: a window group
+        gives back as it goes on, and never has more than its pool."""
+        held = [spec.num_blocks_held(self.step_tokens, self.block_size) for spec in self.groups]
+        most = [num_blocks if count is None else count * num_sequences for count in held]
+        limits = [num_blocks if count is None else pool.num_usable for count, pool in zip(held, self.pools)]
+        return np.minimum(num_blocks, np.minimum(most, limits))
+
+    @property
+    def num_unpromised(self) -> np.ndarray:
+        """i64[groups]: blocks that can be handed out, less what sequences will yet take for what they expect."""
+        available = np.array([pool.num_available for pool in self.pools])
+        slots = np.flatnonzero(self.num_expected)
+        if len(slots) == 0:
+            return available
+        counts, taken = -(-self.num_expected[slots] // self.block_size), self.num_blocks[slots]
+        for group, spec in enumerate(self.groups):
+            behind = self.num_behind[group, slots]
+            held = spec.num_blocks_held(self.step_tokens, self.block_size)
+            wanted = counts - behind if held is None else np.minimum(counts - behind, held)
+            available[group] -= np.maximum(wanted - (taken - behind), 0).sum()
+        return available
 
     @property
     def num_entries(self) -> int:
@@ -59,14 +86,20 @@ class BlockTables:
             for spec, pool in zip(self.groups, self.pools)
         )
 
-    def num_available_after_adopting(self, blocks: np.ndarray) -> int:
-        """num_available, less those of `blocks` (i32[groups, n]) that nobody owns yet."""
+    def num_available_after_adopting(self, blocks: np.ndarray) -> np.ndarray:
+        """i64[groups]: num_unpromised, less those of `blocks` (i32[groups, n]) that nobody owns yet."""
         num_tokens = blocks.shape[1] * self.block_size
-        counts = []
+        counts = self.num_unpromised
         for group, (pool, spec) in enumerate(zip(self.pools, self.groups)):
             taken = blocks[group, int(spec.num_blocks_behind(num_tokens, self.block_size)) :]
-            counts.append(pool.num_available - int(np.count_nonzero(pool.num_owners[taken] == 0)))
-        return min(counts)
+            counts[group] -= np.count_nonzero(pool.num_owners[taken] == 0)
+        return counts
+
+    def num_adopted(self, blocks: np.ndarray) -> np.ndarray:
+        """i64[groups]: those of `blocks` (i32[groups, n]) that adopt takes."""
+        count = blocks.shape[1]
+        behind = [int(spec.num_blocks_behind(count * self.block_size, self.block_size)) for spec in self.groups]
+        return count - np.array(behind)
 
     def occupy(self, slot: int) -> None:
         if self.live[slot]:
@@ -100,6 +133,11 @@ class BlockTables:
         self._append(np.array([slot]), np.array([self._num_missing(slot, num_tokens)]))
         return True
 
+    def num_growable(self, slot: int) -> int:
+        """Tokens that the slot can grow to now."""
+        num_new = min(pool.num_available - copy for pool, copy in zip(self.pools, self._groups_to_copy(slot)))
+        return 0 if num_new < 0 else (int(self.num_blocks[slot]) + num_new) * self.block_size
+
     def grow_each(self, slots: np.ndarray, num_tokens: np.ndarray) -> int:
         num_missing = np.maximum(-(-num_tokens // self.block_size) - self.num_blocks[slots], 0)
         forked = self.shared_last[slots] >= 0
@@ -120,12 +158,18 @@ class BlockTables:
                 return place
         return len(slots)
 
+    def can_fork(self, parent: int, num_tokens: int) -> bool:
+        """Whether the parent still has all that is in the windows behind num_tokens."""
+        return all(
+            self.num_behind[group, parent] <= spec.num_blocks_behind(num_tokens, self.block_size)
+            for group, spec in enumerate(self.groups)
+        )
+
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
         if num_tokens > self.num_computed[parent]:
             raise ValueError(f"fork at {num_tokens} tokens, but slot {parent} has {self.num_computed[parent]} computed")
-        for group, spec in enumerate(self.groups):
-            if self.num_behind[group, parent] > spec.num_blocks_behind(num_tokens, self.block_size):
-                raise ValueError(f"fork at {num_tokens} tokens, but slot {parent} gave back blocks in that window")
+        if not self.can_fork(parent, num_tokens):
+            raise ValueError(f"fork at {num_tokens} tokens, but slot {parent} gave back blocks in that window")
         self.occupy(child)
         count = -(-num_tokens // self.block_size)
         for group, table in enumerate(self.tables):
@@ -201,6 +245,15 @@ class BlockTables:
 
     # Giving back
 
+    def num_releasable(self, slots: np.ndarray, num_computed: np.ndarray) -> int:
+        """Table entries that release_behind_window would give back."""
+        count = 0
+        for group, spec in enumerate(self.groups):
+            if spec.window is not None:
+                num_behind = spec.num_blocks_behind(num_computed, self.block_size)
+                count += int(np.maximum(num_behind - self.num_behind[group, slots], 0).sum())
+        return count
+
     def release_behind_window(self, slots: np.ndarray, num_computed: np.ndarray) -> None:
         for group, spec in enumerate(self.groups):
             if spec.window is None:
@@ -225,7 +278,7 @@ class BlockTables:
             table[slot, :count] = DEAD_BLOCK
             self._release(group, blocks)
         self.live[slot] = False
-        self.num_blocks[slot] = self.num_computed[slot] = 0
+        self.num_blocks[slot] = self.num_computed[slot] = self.num_expected[slot] = 0
         self.num_behind[:, slot] = 0
         self.shared_last[slot] = -1
 

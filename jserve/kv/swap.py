@@ -36,6 +36,7 @@ class SwappedBlocks:
 
     rows: tuple[SwappedRow, ...]
     num_host_blocks: int
+    """Of the group that has most."""
 
 
 class HostSwap:
@@ -84,7 +85,7 @@ class HostSwap:
             )
             for place, slot in enumerate(slots)
         )
-        return SwappedBlocks(rows, sum(len(blocks) for blocks in distinct))
+        return SwappedBlocks(rows, max(len(blocks) for blocks in distinct))
 
     def restore(self, slots: Sequence[int], swapped: SwappedBlocks, resident: Sequence[np.ndarray]) -> bool:
         """Device blocks for empty `slots`; False, and nothing changed, where they do not fit.

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from jserve.models import families
 from jserve.models import rope as rope_settings
 from jserve.models.fields import ModelError, check_size, mapping, number, size, token_ids
 from jserve.models.rope import RopeScaling
@@ -24,8 +25,13 @@ __all__ = ["LayerGroup", "ModelConfig", "ModelError", "RopeScaling", "from_gguf"
 class LayerGroup:
     """Layers that need the same cache and so share one pool and one block table a sequence."""
 
-    num_layers: int
+    layers: tuple[int, ...]
+    """Their numbers, ascending."""
     sliding_window: int | None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,24 @@ class ModelConfig:
     qkv_bias: bool = False
     attention_out_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
+    """Each head's query and key are normalised before they are rotated."""
     sliding_window: int | None = None
+    windowed_layers: tuple[bool, ...] | None = None
+    """Which layers have the sliding window; None: all of them, if there is one."""
+    local_rope: RopeScaling | None = None
+    """Of layers with the window, where theirs is another."""
+    activation: str = "silu"
+    """silu or gelu_tanh, of the gate."""
+    norm_adds_one: bool = False
+    """Norms multiply by 1 + weight, in float32."""
+    post_norms: bool = False
+    """Attention and MLP are normalised again before they are added to the hidden state."""
+    embedding_scale: float | None = None
+    query_scale: float | None = None
+    """Factor on q.k; None: head_dim ** -0.5."""
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
     shard_axis: str | None = None
     """Set in a shard's config: the mesh axis across which its partial results are joined."""
     bos_token_id: int | None = None
@@ -65,6 +88,8 @@ class ModelConfig:
             check_size(name, getattr(self, name))
         if self.sliding_window is not None:
             check_size("sliding_window", self.sliding_window)
+        if self.windowed_layers is not None and len(self.windowed_layers) != self.num_layers:
+            raise ModelError(f"windowed_layers of {len(self.windowed_layers)} layers, but there are {self.num_layers}")
         if self.num_heads % self.num_kv_heads:
             raise ModelError(f"{self.num_heads} heads cannot share {self.num_kv_heads} kv heads evenly")
         if self.head_dim % 2:
@@ -76,7 +101,19 @@ class ModelConfig:
 
     @property
     def layer_groups(self) -> tuple[LayerGroup, ...]:
-        return (LayerGroup(self.num_layers, self.sliding_window),)
+        """Full attention first."""
+        if self.sliding_window is None:
+            return (LayerGroup(tuple(range(self.num_layers)), None),)
+        windowed = self.windowed_layers or (True,) * self.num_layers
+        full, local = (tuple(at for at, one in enumerate(windowed) if one is kind) for kind in (False, True))
+        groups = (LayerGroup(full, None), LayerGroup(local, self.sliding_window))
+        return tuple(group for group in groups if group.layers)
+
+    @property
+    def group_of_layers(self) -> tuple[int, ...]:
+        """Of each layer the number of its group; its place there is how many of the group come before it."""
+        numbers = {layer: number for number, group in enumerate(self.layer_groups) for layer in group.layers}
+        return tuple(numbers[layer] for layer in range(self.num_layers))
 
     def shard(self, num_shards: int, axis: str | None) -> ModelConfig:
         """The model as one of `num_shards` devices sees it: a model of fewer heads and a narrower ffn, whose sums over
@@ -100,12 +137,11 @@ class ModelConfig:
         if not 1 <= length <= self.context_length:
             raise ModelError(f"context_length = {length}: this model was made for 1 to {self.context_length}")
         window = self.sliding_window
-        if window is not None and window >= length:
+        if window is not None and window >= length and self.windowed_layers is None:
             window = None
         return dataclasses.replace(self, context_length=length, sliding_window=window)
 
 
-_HF_FAMILIES = MappingProxyType({"LlamaForCausalLM": "llama", "MistralForCausalLM": "llama"})
 _GGUF_FAMILIES = MappingProxyType({"llama": "llama"})
 
 
@@ -113,40 +149,34 @@ def from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """The model that an HF `config.json` describes.  ModelError names what is missing, wrong or not built."""
     architectures = config.get("architectures")
     architecture = str(architectures[0]) if isinstance(architectures, list) and architectures else None
-    family = _HF_FAMILIES.get(architecture)
-    if family is None:
-        raise ModelError(f"architectures = {architectures!r}: not built; {', '.join(_HF_FAMILIES)} are")
+    if architecture not in families.FAMILIES:
+        raise ModelError(f"architectures = {architectures!r}: not built; {', '.join(families.FAMILIES)} are")
     if quantisation := mapping(config, "quantization_config"):
         raise ModelError(f"quantization_config: {quantisation.get('quant_method')} checkpoints are not built")
-    if config.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ModelError(f"hidden_act = {config['hidden_act']!r}: not built; silu is")
-    is_mistral = architecture == "MistralForCausalLM"
+    family, read_family = families.FAMILIES[architecture]
+    special = read_family(config)
     num_heads, d_model = size(config, "num_attention_heads"), size(config, "hidden_size")
-    rope = rope_settings.from_hf(config)
-    context_length = size(config, "max_position_embeddings")
-    if rope.kind == "linear":  # as vLLM reads it: the field is the context before stretching
+    rope = special.pop("rope", None) or rope_settings.from_hf(config)
+    context_length = size(config, "max_position_embeddings", families.CONTEXT.get(architecture))
+    if rope.kind == "linear" and family != "gemma3":  # as vLLM reads it: the field is the context before stretching
         context_length = int(context_length * rope.factor)
-    attention_bias = bool(config.get("attention_bias", False)) and not is_mistral
     return ModelConfig(
         family=family,
         architecture=architecture,
         num_layers=size(config, "num_hidden_layers"),
         d_model=d_model,
         num_heads=num_heads,
-        num_kv_heads=size(config, "num_key_value_heads", 8 if is_mistral else num_heads),
-        head_dim=size(config, "head_dim", d_model // num_heads),
+        num_kv_heads=size(config, "num_key_value_heads", families.KV_HEADS.get(architecture, num_heads)),
+        head_dim=size(config, "head_dim", families.HEAD_DIM.get(architecture, d_model // num_heads)),
         d_ff=size(config, "intermediate_size"),
         vocab_size=size(config, "vocab_size"),
         norm_eps=number(config, "rms_norm_eps", 1e-6),
         rope=rope,
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=bool(config.get("tie_word_embeddings", architecture in families.TIED)),
         context_length=context_length,
-        qkv_bias=attention_bias,
-        attention_out_bias=attention_bias,
-        mlp_bias=bool(config.get("mlp_bias", False)) and not is_mistral,
-        sliding_window=config.get("sliding_window", 4096) if is_mistral else None,  # HF's default for a missing key
         bos_token_id=next(iter(token_ids(config, "bos_token_id")), None),
         eos_token_ids=token_ids(config, "eos_token_id"),
+        **special,
     )
 
 

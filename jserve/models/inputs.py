@@ -40,8 +40,8 @@ class AttentionPlan:
 def attention_spec(config: ModelConfig, group: LayerGroup, decode_only: bool = False) -> AttentionSpec:
     """What attention must do for one layer group of the model; `pallas_kernels.paged_attention.choose` takes it too."""
     return AttentionSpec(
-        scale=config.head_dim**-0.5,
+        scale=config.head_dim**-0.5 if config.query_scale is None else config.query_scale,
         sliding_window=group.sliding_window,
-        soft_cap=None,
+        soft_cap=config.attention_soft_cap,
         decode_only=decode_only,
     )

@@ -15,10 +15,15 @@ from jserve.models.config import RopeScaling
 from jserve.models.quantized import QuantizedMatrix, quantized_dot
 
 
-def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float) -> jax.Array:
-    """x / rms(x) * weight; statistics in float32 (a sum of D squares loses too much in 16 bits)."""
+def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float, adds_one: bool = False) -> jax.Array:
+    """x / rms(x) * weight over the last axis; statistics in float32 (a sum of D squares loses too much in 16 bits).
+
+    `adds_one` is Gemma's: times 1 + weight, and in float32 up to the end.
+    """
     x = x_TD.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    if adds_one:
+        return (x * (1 + weight_D.astype(jnp.float32))).astype(x_TD.dtype)
     return x.astype(x_TD.dtype) * weight_D
 
 

@@ -1,4 +1,6 @@
-"""The Llama family: Llama 2 and 3, TinyLlama, SmolLM2, Mistral without a window.
+"""The Llama family and its relatives: Llama 2 and 3, SmolLM2, Mistral; Qwen 2 and 3; Gemma 2 and 3, text only.
+
+What one of them lacks is None or off in its config, and then neither in the tree nor in the program.
 
 Matrices are [out, in] as in checkpoints (see layers.linear), fused: four matmuls and few leaves a layer.  Fused outputs
 are ordered by what a tensor-parallel split keeps together, so that a split of the output axis is a model of fewer heads:
@@ -36,13 +38,17 @@ class LlamaLayers:
     attention_norm: jax.Array  # [L, D]
     qkv: jax.Array  # [L, Q, D]
     qkv_bias: jax.Array | None  # [L, Q]
+    q_norm: jax.Array | None  # [L, H]
+    k_norm: jax.Array | None  # [L, H]
     attention_out: jax.Array  # [L, D, N * H]
     attention_out_bias: jax.Array | None  # [L, D]
+    attention_post_norm: jax.Array | None  # [L, D]
     mlp_norm: jax.Array  # [L, D]
     gate_up: jax.Array  # [L, 2 * F, D]
     gate_up_bias: jax.Array | None  # [L, 2 * F]
     down: jax.Array  # [L, D, F]
     down_bias: jax.Array | None  # [L, D]
+    mlp_post_norm: jax.Array | None  # [L, D]
 
 
 @flax.struct.dataclass
@@ -54,8 +60,8 @@ class LlamaParams:
 
 
 @flax.struct.dataclass
-class StepContext:
-    """What every layer of a step reads: computed once."""
+class GroupContext:
+    """What every layer of a group reads in a step: computed once."""
 
     attention: Any  # metadata of paged attention
     rope: tuple[jax.Array, jax.Array]
@@ -75,68 +81,82 @@ def forward(
     and `finish` are its parts, for callers that run a program a layer.
     """
 
-    def one_layer(carry: tuple[jax.Array, tuple], weights: LlamaLayers, index: jax.Array | int):
-        return layer(weights, config, index, *carry, context, attention)
+    def one_layer(carry: tuple[jax.Array, tuple], weights: LlamaLayers, group: int, place: jax.Array | int):
+        hidden_TD, pools = carry
+        hidden_TD, pool = layer(weights, config, group, place, hidden_TD, pools[group], contexts[group], attention)
+        return hidden_TD, (*pools[:group], pool, *pools[group + 1 :])
 
-    hidden_TD, context = begin(params, config, inputs, attention)
-    hidden_TD, pools = run_layers(one_layer, (hidden_TD, pools), params.layers, attention.platform)
-    return finish(params, config, hidden_TD), pools
+    hidden_TD, contexts = begin(params, config, inputs, attention)
+    carry = run_layers(one_layer, (hidden_TD, pools), params.layers, config.group_of_layers, attention.platform)
+    return finish(params, config, carry[0]), carry[1]
 
 
 def begin(
     params: LlamaParams, config: ModelConfig, inputs: ForwardInputs, attention: AttentionPlan
-) -> tuple[jax.Array, StepContext]:
-    """Hidden [T, D] before the first layer, and what all layers read."""
-    (layout,), (batch,) = attention.layouts, inputs.batches
-    spec = _spec(config, attention)
-    metadata = prepare(batch, inputs.token_ids.shape[0], layout, spec, attention.implementation)
-    rope = rope_table(config.rope, config.head_dim, inputs.positions)
+) -> tuple[jax.Array, tuple[GroupContext, ...]]:
+    """Hidden [T, D] before the first layer, and what the layers of each group read."""
+    num_tokens = inputs.token_ids.shape[0]
+    contexts = []
+    for number, (layout, batch) in enumerate(zip(attention.layouts, inputs.batches)):
+        metadata = prepare(batch, num_tokens, layout, _spec(config, number, attention), attention.implementation)
+        is_local = config.layer_groups[number].sliding_window is not None and config.local_rope is not None
+        rope = config.local_rope if is_local else config.rope
+        table = rope_table(rope, config.head_dim, inputs.positions)
+        contexts.append(GroupContext(metadata, table, batch.cu_q_lens[-1]))
     hidden_TD = take_rows(
         params.embedding, inputs.token_ids, params.final_norm.dtype, _vocab_axis(params.embedding, config)
     )
-    return hidden_TD, StepContext(metadata, rope, batch.cu_q_lens[-1])
+    if config.embedding_scale is not None:
+        hidden_TD = hidden_TD * jnp.asarray(config.embedding_scale, hidden_TD.dtype)
+    return hidden_TD, tuple(contexts)
 
 
 def layer(
     weights: LlamaLayers,
     config: ModelConfig,
-    index: jax.Array | int,
+    group: int,
+    place: jax.Array | int,
     hidden_TD: jax.Array,
-    pools: tuple[jax.Array, ...],
-    context: StepContext,
+    pool: jax.Array,
+    context: GroupContext,
     attention: AttentionPlan,
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    """Hidden and pools after layer `index`, whose weights have no layer axis."""
-    (layout,), (pool,) = attention.layouts, pools
+) -> tuple[jax.Array, jax.Array]:
+    """Hidden, and the group's pool, after the layer at `place` of a group, whose weights have no layer axis."""
 
     def before_attention(hidden_TD, rope):
-        return _qkv(rms_norm(hidden_TD, weights.attention_norm, config.norm_eps), weights, config, rope)
+        return _qkv(_norm(hidden_TD, weights.attention_norm, config), weights, config, rope)
 
     def after_attention(hidden_TD, heads_TD):
-        hidden_TD = hidden_TD + linear(
-            heads_TD, weights.attention_out, weights.attention_out_bias, sum_over=config.shard_axis
-        )
-        x_TD = rms_norm(hidden_TD, weights.mlp_norm, config.norm_eps)
-        return hidden_TD + _mlp(x_TD, weights, config.shard_axis)
+        y_TD = linear(heads_TD, weights.attention_out, weights.attention_out_bias, sum_over=config.shard_axis)
+        hidden_TD = hidden_TD + _post_norm(y_TD, weights.attention_post_norm, config)
+        y_TD = _mlp(_norm(hidden_TD, weights.mlp_norm, config), weights, config)
+        return hidden_TD + _post_norm(y_TD, weights.mlp_post_norm, config)
 
     in_rows = functools.partial(in_tiles, num_rows=context.num_tokens, tile=attention.row_tile)
     q_TNH, k_TKH, v_TKH = in_rows(before_attention, hidden_TD, context.rope)
     heads_TNH, pool = paged_attention(
-        q_TNH, k_TKH, v_TKH, pool, index, context.attention,
-        layout=layout, spec=_spec(config, attention), implementation=attention.implementation,
+        q_TNH, k_TKH, v_TKH, pool, place, context.attention,
+        layout=attention.layouts[group], spec=_spec(config, group, attention), implementation=attention.implementation,
     )  # fmt: skip
     heads_TD = heads_TNH.reshape(heads_TNH.shape[0], -1)
-    return in_rows(after_attention, hidden_TD, heads_TD), (pool,)
+    return in_rows(after_attention, hidden_TD, heads_TD), pool
 
 
 def finish(params: LlamaParams, config: ModelConfig, hidden_TD: jax.Array) -> jax.Array:
     """Hidden [T, D] after the final norm."""
-    return rms_norm(hidden_TD, params.final_norm, config.norm_eps)
+    return _norm(hidden_TD, params.final_norm, config)
 
 
-def _spec(config: ModelConfig, attention: AttentionPlan) -> AttentionSpec:
-    (group,) = config.layer_groups
-    return attention_spec(config, group, attention.decode_only)
+def _spec(config: ModelConfig, group: int, attention: AttentionPlan) -> AttentionSpec:
+    return attention_spec(config, config.layer_groups[group], attention.decode_only)
+
+
+def _norm(x: jax.Array, weight: jax.Array, config: ModelConfig) -> jax.Array:
+    return rms_norm(x, weight, config.norm_eps, config.norm_adds_one)
+
+
+def _post_norm(x_TD: jax.Array, weight_D: jax.Array | None, config: ModelConfig) -> jax.Array:
+    return x_TD if weight_D is None else _norm(x_TD, weight_D, config)
 
 
 def logits(params: LlamaParams, config: ModelConfig, hidden_RD: jax.Array) -> jax.Array:
@@ -149,6 +169,8 @@ def logits(params: LlamaParams, config: ModelConfig, hidden_RD: jax.Array) -> ja
         logits_RV = jnp.einsum(
             "RD,VD->RV", hidden_RD, head_VD, precision=precision, preferred_element_type=jnp.float32
         )
+    if config.logit_soft_cap is not None:
+        logits_RV = config.logit_soft_cap * jnp.tanh(logits_RV / config.logit_soft_cap)
     axis = _vocab_axis(head_VD, config)
     return logits_RV if axis is None else jax.lax.all_gather(logits_RV, axis, axis=1, tiled=True)
 
@@ -164,14 +186,19 @@ def _qkv(x_TD: jax.Array, weights: LlamaLayers, config: ModelConfig, rope: tuple
     group = config.q_per_kv
     qkv_TQ = linear(x_TD, weights.qkv, weights.qkv_bias)
     qkv_TKGH = qkv_TQ.reshape(x_TD.shape[0], -1, group + 2, config.head_dim)
-    rotated_TKGH = apply_rope(qkv_TKGH[:, :, : group + 1], rope)
+    qk_TKGH = qkv_TKGH[:, :, : group + 1]
+    if weights.q_norm is not None:
+        q_TKGH = _norm(qk_TKGH[:, :, :group], weights.q_norm, config)
+        qk_TKGH = jnp.concatenate([q_TKGH, _norm(qk_TKGH[:, :, group:], weights.k_norm, config)], axis=2)
+    rotated_TKGH = apply_rope(qk_TKGH, rope)
     q_TNH = rotated_TKGH[:, :, :group].reshape(x_TD.shape[0], -1, config.head_dim)
     return q_TNH, rotated_TKGH[:, :, group], qkv_TKGH[:, :, group + 1]
 
 
-def _mlp(x_TD: jax.Array, weights: LlamaLayers, sum_over: str | None = None) -> jax.Array:
+def _mlp(x_TD: jax.Array, weights: LlamaLayers, config: ModelConfig) -> jax.Array:
     gate_TF, up_TF = jnp.split(linear(x_TD, weights.gate_up, weights.gate_up_bias), 2, axis=-1)
-    return linear(jax.nn.silu(gate_TF) * up_TF, weights.down, weights.down_bias, sum_over)
+    gate_TF = jax.nn.gelu(gate_TF, approximate=True) if config.activation == "gelu_tanh" else jax.nn.silu(gate_TF)
+    return linear(gate_TF * up_TF, weights.down, weights.down_bias, config.shard_axis)
 
 
 def param_specs(
@@ -209,23 +236,34 @@ def param_specs(
     def bias(present: bool, size: int, axis: str, pieces: tuple[Piece, ...]) -> ParamSpec | None:
         return stacked((size,), (axis,), pieces, zeros) if present else None
 
+    one = zeros if config.norm_adds_one else ones
+
+    def norm(name: str, size: int = D, axis: str = "embed", present: bool = True) -> ParamSpec | None:
+        return stacked((size,), (axis,), (Piece(f"{name}.weight"),), one) if present else None
+
+    mlp_norm = "pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"
+
     def table(name: str) -> ParamSpec:
         return ParamSpec((V, D), dtype, ("vocab", "embed"), normal, (Piece(name),), quantized=is_int8)
 
     return LlamaParams(
         embedding=table("model.embed_tokens.weight"),
         layers=LlamaLayers(
-            attention_norm=stacked((D,), ("embed",), (Piece("input_layernorm.weight"),), ones),
+            attention_norm=norm("input_layernorm"),
             qkv=stacked((K * (G + 2) * H, D), ("kv_heads", "embed"), qkv("weight")),
             qkv_bias=bias(config.qkv_bias, K * (G + 2) * H, "kv_heads", qkv("bias")),
+            q_norm=norm("self_attn.q_norm", H, "head", config.qk_norm),
+            k_norm=norm("self_attn.k_norm", H, "head", config.qk_norm),
             attention_out=stacked((D, N * H), ("embed", "heads"), (Piece("self_attn.o_proj.weight"),)),
             attention_out_bias=bias(config.attention_out_bias, D, "embed", (Piece("self_attn.o_proj.bias"),)),
-            mlp_norm=stacked((D,), ("embed",), (Piece("post_attention_layernorm.weight"),), ones),
+            attention_post_norm=norm("post_attention_layernorm", present=config.post_norms),
+            mlp_norm=norm(mlp_norm),
             gate_up=stacked((2 * F, D), ("ffn", "embed"), gate_up("weight")),
             gate_up_bias=bias(config.mlp_bias, 2 * F, "ffn", gate_up("bias")),
             down=stacked((D, F), ("embed", "ffn"), (Piece("mlp.down_proj.weight"),)),
             down_bias=bias(config.mlp_bias, D, "embed", (Piece("mlp.down_proj.bias"),)),
+            mlp_post_norm=norm("post_feedforward_layernorm", present=config.post_norms),
         ),
-        final_norm=ParamSpec((D,), dtype, ("embed",), ones, (Piece("model.norm.weight"),)),
+        final_norm=ParamSpec((D,), dtype, ("embed",), one, (Piece("model.norm.weight"),)),
         head=None if config.tied else table("lm_head.weight"),
     )

@@ -16,13 +16,8 @@ def model_code(config: ModelConfig) -> ModuleType:
 
     ModelError where the config asks for what the family does not do yet.
     """
-    if config.sliding_window is not None and config.sliding_window < config.context_length:
-        raise ModelError(
-            f"sliding_window = {config.sliding_window} is shorter than the context of {config.context_length}: windows "
-            f"are not built yet (a context_length of {config.sliding_window} or less needs none)"
-        )
     match config.family:
-        case "llama":
+        case "llama" | "qwen2" | "qwen3" | "gemma2" | "gemma3":
             return llama
         case _:
             raise ModelError(f"family = {config.family!r}: no code runs it")

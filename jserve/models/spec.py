@@ -44,7 +44,7 @@ class ParamSpec:
     shape: tuple[int, ...]
     dtype: np.dtype
     logical_axes: tuple[str, ...]
-    """One name an axis: layers, vocab, embed, heads, kv_heads, ffn.  parallel/ maps names to the mesh."""
+    """One name an axis: layers, vocab, embed, heads, kv_heads, head, ffn.  parallel/ maps names to the mesh."""
     init: Initialiser
     source: tuple[Piece, ...]
     """The checkpoint tensors that fill it; together they cover every element once."""

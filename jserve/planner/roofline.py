@@ -15,6 +15,8 @@ from jserve.planner.devices import DeviceSpec
 from jserve.planner.shapes import ModelShape
 
 BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "float8": 1}
+KV_BYTES_OF = {**BYTES_OF, "f32": 4, "bf16": 2, "f16": 2, "fp8": 1}
+"""By the names that `serve --kv-dtype` takes, too.  The 2 bytes a scale of 8-bit pools on CPU are left out."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Roofline:
     def kv_bytes_per_token(self) -> tuple[int, ...]:
         """Of each layer group, on one device: both halves of what the pool stores, its padding included."""
         heads = stored_kv_heads(self.model.num_kv_heads, self.tensor_parallel_size) // self.tensor_parallel_size
-        one_layer = heads * stored_width(self.device.platform, self.model.head_dim) * BYTES_OF[self.kv_dtype]
+        one_layer = heads * stored_width(self.device.platform, self.model.head_dim) * KV_BYTES_OF[self.kv_dtype]
         return tuple(group.num_layers * one_layer for group in self.model.groups)
 
     def step(self, num_scheduled: np.ndarray, past: np.ndarray, num_tokens: int | None = None) -> StepCost:

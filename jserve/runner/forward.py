@@ -1,12 +1,13 @@
 """The forward programs of one step shape, in the form that suits the platform.
 
 TPU and GPU run a step as one program.  XLA's CPU compiler would copy every layer's weights out of their stack in each
-step, which doubles the time of small steps; so on CPU a layer is a program of its own, called once for each layer with
-arrays of that layer.
+step, which doubles the time of small steps; so on CPU a layer is a program of its own, one for each layer group, called
+once for each layer with arrays of that layer.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +105,9 @@ class ForwardPrograms:
         self._attention = attention
         self._by_layer = by_layer
         self._placement = placement
-        self._indices = [np.int32(index) for index in range(config.num_layers)]
+        groups = config.group_of_layers
+        self._groups = groups
+        self._places = [np.int32(groups[:layer].count(group)) for layer, group in enumerate(groups)]
 
     def jobs(self, params: ServedParams, pools: tuple, slot_tokens: jax.ShapeDtypeStruct, packed: Any) -> dict:
         """name of each program -> function that lowers it; the arguments may be shapes."""
@@ -113,13 +116,18 @@ class ForwardPrograms:
             arguments = params.outer, params.layers, pools, slot_tokens, packed
             return {"forward": placement.lowering(self._whole, arguments, (WHOLE, WHOLE, POOL), donated=(2,))}
         first = params.outer, slot_tokens, packed
-        hidden, sample_tokens, context = placement.shapes_whole(
+        hidden, sample_tokens, contexts = placement.shapes_whole(
             jax.eval_shape(placement.split(self._begin, first, WHOLE), *first)
         )
-        weights, index = params.layers[0], placement.shape((), jnp.int32)
+        weights, place = params.layers[0], placement.shape((), jnp.int32)
+        layers = {}
+        for group, (pool, context) in enumerate(zip(pools, contexts)):
+            arguments = weights, place, hidden, pool, context
+            program = functools.partial(self._layer, group)
+            layers[_layer_name(group)] = placement.lowering(program, arguments, (WHOLE, POOL), (2, 3))
         return {
             "begin": placement.lowering(self._begin, first),
-            "layer": placement.lowering(self._layer, (weights, index, hidden, pools, context), (WHOLE, POOL), (2, 3)),
+            **layers,
             "finish": placement.lowering(self._finish, (params.outer, hidden, sample_tokens), donated=(1,)),
         }
 
@@ -127,12 +135,12 @@ class ForwardPrograms:
         """Returns hidden [T, D], sample_hidden [num_slots, D] and the pools, which were donated."""
         if not self._by_layer:
             return compiled["forward"](params.outer, params.layers, pools, slot_tokens, packed)
-        hidden, sample_tokens, context = compiled["begin"](params.outer, slot_tokens, packed)
-        layer = compiled["layer"]
-        for index, weights in zip(self._indices, params.layers):
-            hidden, pools = layer(weights, index, hidden, pools, context)
+        hidden, sample_tokens, contexts = compiled["begin"](params.outer, slot_tokens, packed)
+        layers, pools = [compiled[_layer_name(group)] for group in range(len(pools))], list(pools)
+        for group, place, weights in zip(self._groups, self._places, params.layers):
+            hidden, pools[group] = layers[group](weights, place, hidden, pools[group], contexts[group])
         hidden, sample_hidden = compiled["finish"](params.outer, hidden, sample_tokens)
-        return hidden, sample_hidden, pools
+        return hidden, sample_hidden, tuple(pools)
 
     def _whole(self, outer, layers, pools, slot_tokens, packed):
         inputs, model_inputs = self._inputs(slot_tokens, packed)
@@ -142,11 +150,11 @@ class ForwardPrograms:
 
     def _begin(self, outer, slot_tokens, packed):
         inputs, model_inputs = self._inputs(slot_tokens, packed)
-        hidden_TD, context = self._model.begin(outer, self._config, model_inputs, self._attention)
-        return hidden_TD, inputs.sample_tokens, context
+        hidden_TD, contexts = self._model.begin(outer, self._config, model_inputs, self._attention)
+        return hidden_TD, inputs.sample_tokens, contexts
 
-    def _layer(self, weights, index, hidden_TD, pools, context):
-        return self._model.layer(weights, self._config, index, hidden_TD, pools, context, self._attention)
+    def _layer(self, group, weights, place, hidden_TD, pool, context):
+        return self._model.layer(weights, self._config, group, place, hidden_TD, pool, context, self._attention)
 
     def _finish(self, outer, hidden_TD, sample_tokens):
         hidden_TD = self._model.finish(outer, self._config, hidden_TD)
@@ -155,3 +163,7 @@ class ForwardPrograms:
     def _inputs(self, slot_tokens, packed):
         inputs = self._layout.unpack(packed)
         return inputs, ForwardInputs(fed_token_ids(inputs, slot_tokens), inputs.positions, inputs.batches())
+
+
+def _layer_name(group: int) -> str:
+    return f"layer of group {group}"

@@ -64,10 +64,17 @@ class BeamSeating:
         group = one.group
         parent, num_shared = group.forks[one]
         size = self._blocks.block_size
-        if -(-one.num_known // size) - num_shared // size > self._blocks.num_available_blocks:
+        can_fork = self._blocks.can_fork(parent.slot, num_shared)
+        num_new = -(-one.num_known // size) - (num_shared // size if can_fork else 0)
+        fits = self._blocks.has_windows and self._blocks.has_room(num_new)  # a window group needs fewer
+        if num_new > self._blocks.num_available_blocks and not fits:
             return False
-        self._blocks.fork(parent.slot, one.slot, num_shared)
-        grown = self._blocks.grow(one.slot, one.num_known)
+        if can_fork:
+            self._blocks.fork(parent.slot, one.slot, num_shared)
+        else:  # its parent's window has moved on
+            known = one.tokens[: one.num_known]
+            num_shared = self._blocks.admit(one.slot, known, salt=one.salt, use_cache=one.use_prefix_cache)
+        grown = self._blocks.reserve(one.slot, one.num_known)
         assert grown, "there were enough blocks"
         self._slots.set_tokens(one.slot, one.num_known, num_shared)
         del group.forks[one]

@@ -22,13 +22,17 @@ from jserve.scheduler.fork_group import ForkGroup, search_of
 from jserve.scheduler.plan import StepPlan
 from jserve.scheduler.policies import PolicySettings, make_policy
 from jserve.scheduler.preemption import PreemptionSettings
-from jserve.scheduler.seating import Seating
+from jserve.scheduler.seating import STEP_TOKENS, Seating
 from jserve.scheduler.sequence import Sequence, SequenceState
 from jserve.scheduler.shared_prefix import SharedPrefixes
 from jserve.scheduler.slots import Slots
 from jserve.scheduler.step_time import StepTimeModel
 from jserve.scheduler.tier_waits import TierWaits
 from jserve.scheduler.waiting import WaitingQueue
+
+
+_LAG = 1
+"""Tokens by which giving back lags behind a window, so that siblings can fork who has just computed their prompt."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class Scheduler:
         self.policy = policy
         self.preemption = preemption
         self.blocks = blocks
+        blocks.expect_steps(2 * limits.max_num_batched_tokens + STEP_TOKENS)  # one step may be in flight
         self._slots = Slots(limits.num_slots)
         self._seating = Seating(self._slots, blocks, clock)
         self._policy = make_policy(policy)
@@ -80,6 +85,7 @@ class Scheduler:
         self._arrivals = 0
         self._step_id = 0
         self._outgrown: list[Sequence] = []
+        self._admitted: list[Sequence] = []  # entered since the last plan
         self.num_preemptions = 0
         self.num_swap_preemptions = 0
         self.num_preempted_tokens = 0
@@ -104,7 +110,7 @@ class Scheduler:
 
     def fits(self, num_prompt: int) -> bool:
         """Whether a sequence of that many tokens can ever be held by the pool."""
-        return self.blocks.fits(num_prompt)
+        return self.blocks.fits(num_prompt, STEP_TOKENS)
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         """Ends a waiting or running sequence and releases what it holds.  Ending it twice is a no-op."""
@@ -182,20 +188,21 @@ class Scheduler:
                 break
             if self._slots.owner[slot] is None:
                 continue  # preempted a moment ago
-            grant = min(budget, int(self._slots.num_tokens[slot] - self._slots.num_computed[slot]))
-            chunks.append((int(slot), grant))
-            budget -= grant
-        admitted = []
+            if grant := self._grant(int(slot), budget):
+                chunks.append((int(slot), grant))
+                budget -= grant
+        if self.blocks.has_windows:  # a prefill may have preempted any of them
+            decodes = decodes[self._slots.runs(decodes)]
+            chunks = [chunk for chunk in chunks if self._slots.owner[chunk[0]] is not None]
         while budget > 0 and self._slots.num_free and (party := self._next_admissible()):
             self._seating.enter(party)
-            admitted += party
+            self._admitted += party
             self.prefixes.entered(party[0])
             for slot in (one.slot for one in party):
-                grant = min(budget, int(self._slots.num_tokens[slot] - self._slots.num_computed[slot]))
-                if grant > 0:
+                if grant := self._grant(slot, budget, may_preempt=False):
                     chunks.append((slot, grant))
                     budget -= grant
-        return self._make_plan(decodes, self._fill_bucket(len(decodes), chunks), admitted)
+        return self._make_plan(decodes, self._fill_bucket(len(decodes), chunks))
 
     def take_outgrown(self) -> list[Sequence]:
         """Sequences that `schedule()` ended because they outgrew the pool while alone in it."""
@@ -208,7 +215,10 @@ class Scheduler:
         self.blocks.saves_arrived(plan.saves)
         live = self._slots.epoch[plan.slots] == plan.epochs
         slots = plan.slots[live]
-        self.blocks.commit_each(slots, self._slots.tokens, (plan.first_positions + plan.num_scheduled)[live])
+        num_computed = (plan.first_positions + plan.num_scheduled)[live]
+        self.blocks.commit_each(slots, self._slots.tokens, num_computed)
+        if self.blocks.has_windows:
+            self.blocks.release_behind_window(slots, num_computed - _LAG)
         self._unpark(self._seating.take_carried())
 
     def is_current(self, plan: StepPlan, row: int) -> bool:
@@ -229,9 +239,8 @@ class Scheduler:
         victims = [one for one in reversed(self.running()) if one.priority > head.priority and one.rank > head.rank]
         if not victims:
             return
-        size = self.blocks.block_size
-        needed = -(-head.num_known // size) + self.num_running
-        held = sum(-(-int(self._slots.num_computed[one.slot]) // size) for one in victims)
+        needed = self.blocks.num_wanted(head.num_known) + self.num_running
+        held = sum(self.blocks.num_wanted(int(self._slots.num_computed[one.slot])) for one in victims)
         if needed > self.blocks.num_available_blocks + held:
             return  # it would not enter all the same
         for victim in victims:
@@ -258,13 +267,41 @@ class Scheduler:
             num_grown = self.blocks.grow_each(decodes, self._slots.num_computed[decodes] + 1)
             if num_grown == len(decodes):
                 return decodes
+            if self._awaits_blocks():
+                return decodes[:num_grown]
             self._free_some_blocks()
             decodes = decodes[self._slots.runs(decodes)]
+
+    def _grant(self, slot: int, budget: int, may_preempt: bool = True) -> int:
+        """Tokens of a prefill for this step.  Its blocks it got when it entered; where windows give blocks back as it
+        goes on, it gets them now, and where they run out less is granted, or somebody preempted."""
+        slots = self._slots
+        wanted = max(0, min(budget, int(slots.num_tokens[slot] - slots.num_computed[slot])))
+        if wanted == 0 or not self.blocks.has_windows:
+            return wanted
+        owner, num_computed = slots.owner[slot], int(slots.num_computed[slot])
+        while slots.owner[slot] is owner:
+            grant = min(wanted, self.blocks.num_growable(slot) - num_computed)
+            if grant > 0:
+                grown = self.blocks.grow(slot, num_computed + grant)
+                assert grown, "num_growable() said so"
+                return grant
+            if not may_preempt or self._awaits_blocks():
+                return 0
+            self._free_some_blocks()
+        return 0
+
+    def _awaits_blocks(self) -> bool:
+        """Whether results in flight will give back blocks behind somebody's window."""
+        order = self._slots.order()
+        return self.blocks.has_windows and self.blocks.awaits_release(order, self._slots.num_computed[order], _LAG)
 
     def _fork_beams(self) -> None:
         """Beams that came back without their KV share that of a sibling, as soon as it is there."""
         for one in self._seating.beams.forks_to_do():
             while one in one.group.forks and not self._seating.beams.fork(one):
+                if self._awaits_blocks():
+                    return
                 self._free_some_blocks()
 
     def _free_some_blocks(self) -> None:
@@ -345,9 +382,7 @@ class Scheduler:
             surplus -= grant
         return chunks
 
-    def _make_plan(
-        self, decodes: np.ndarray, chunks: list[tuple[int, int]], admitted: list[Sequence]
-    ) -> StepPlan | None:
+    def _make_plan(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> StepPlan | None:
         chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: rows of one token join the decodes
         num_single = sum(grant == 1 for _, grant in chunks)
         chunk_slots = np.array([slot for slot, _ in chunks], np.int32)
@@ -375,6 +410,8 @@ class Scheduler:
         else:
             bucket = bucket_for(limits.token_buckets, num_tokens)
         self._step_id += 1
+        admitted = [one for one in dict.fromkeys(self._admitted) if one.slot is not None]
+        self._admitted.clear()
         saves, copies, loads = self.blocks.take_saves(), self.blocks.take_copies(), self.blocks.take_loads()
         self.num_saved_blocks += len(saves)
         self.num_loaded_blocks += len(loads)

@@ -18,6 +18,11 @@ from jserve.scheduler.sequence import Sequence
 from jserve.scheduler.slots import Slots
 
 
+STEP_TOKENS = 3
+"""What a sequence alone in a pool grows by, at worst, before blocks behind its window are back: the token in flight,
+the next one, and the one by which giving back lags behind."""
+
+
 @dataclass(eq=False)
 class Away:
     """Sequences whose KV was moved to host memory together; together they come back."""
@@ -42,8 +47,8 @@ class Seating:
     def fits(self, sequence: Sequence) -> bool:
         """Whether what it knows, with its beams, can be held by the pool at all."""
         if search_of(sequence) is not None:
-            return self.beams.num_needed(sequence.group) <= self._blocks.num_total_blocks // self._blocks.num_groups
-        return self._blocks.fits(sequence.num_known)
+            return self._blocks.fits_blocks(self.beams.num_needed(sequence.group), len(sequence.group.live))
+        return self._blocks.fits(sequence.num_known, STEP_TOKENS)
 
     def party(self, sequence: Sequence) -> list[Sequence]:
         """Those who enter together with a waiting sequence, itself included."""
@@ -57,7 +62,8 @@ class Seating:
         if search_of(sequence) is not None:
             return self._can_enter_beams(sequence.group, headroom)
         if sequence.away is not None:
-            fits = self._num_needed(sequence.away) <= self._blocks.num_available_blocks - headroom
+            rows = sequence.away.rows
+            fits = self._blocks.has_room(self._num_needed(sequence.away), len(rows), headroom)
             if fits or headroom:
                 return fits and len(sequence.away.rows) <= self._slots.num_free
             self._forget(sequence.away)  # alone, and yet too large: they come back one by one
@@ -66,7 +72,7 @@ class Seating:
         if self._parent_of(sequence) is not None:
             size = self._blocks.block_size
             num_new = -(-sequence.num_known // size) - _num_shared(sequence) // size
-            return num_new <= self._blocks.num_available_blocks - headroom
+            return self._blocks.has_room(num_new, 1, headroom)
         tokens = sequence.tokens[: sequence.num_known]
         return self._blocks.can_admit(
             tokens, salt=sequence.salt, use_cache=sequence.use_prefix_cache, headroom=headroom
@@ -81,7 +87,7 @@ class Seating:
             present = group.live[:1] if search_of(party[0]) is not None else party
             slots = [self._enter_one(one) for one in present]
         for slot, one in zip(slots, present):
-            grown = self._blocks.grow(slot, one.num_known)
+            grown = self._blocks.reserve(slot, one.num_known)
             assert grown, "can_enter() promised the blocks"
             num_computed = self._blocks.num_computed(slot)
             if one.num_cached is None:
@@ -198,8 +204,8 @@ class Seating:
             absent = [one for one in group.live if one not in away.rows]
             needed = self._num_needed(away) + sum(-(-one.num_known // size) for one in absent)
         if headroom:
-            return needed + len(party) <= self._blocks.num_available_blocks - headroom
-        if away is not None and needed > self._blocks.num_available_blocks:
+            return self._blocks.has_room(needed, len(party), headroom + len(party))
+        if away is not None and not self._blocks.has_room(needed, len(party)):
             self._forget(away)
         return True
 
@@ -215,11 +221,15 @@ class Seating:
         """A running sibling to fork, where that saves more than the prefix cache does."""
         if sequence.group is None or sequence.group.search is not None or _num_shared(sequence) == 0:
             return None
-        parent = next((one for one in sequence.group.running() if self._has_prompt(one)), None)
+        parent = next((one for one in sequence.group.running() if self._can_be_forked(one)), None)
         if parent is None or sequence.num_output == 0 or not sequence.use_prefix_cache:
             return parent
         num_found = self._blocks.match(sequence.tokens[: sequence.num_known], sequence.salt)
         return parent if num_found < _num_shared(sequence) else None
+
+    def _can_be_forked(self, sequence: Sequence) -> bool:
+        """Its windows may have moved on from the prompt: then its siblings go through the prefix cache."""
+        return self._has_prompt(sequence) and self._blocks.can_fork(sequence.slot, _num_shared(sequence))
 
     def _has_prompt(self, sequence: Sequence) -> bool:
         return self._blocks.num_computed(sequence.slot) >= _num_shared(sequence)

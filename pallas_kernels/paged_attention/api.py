@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
-from pallas_kernels.paged_attention.layout import PoolLayout
+from pallas_kernels.paged_attention.layout import PoolLayout, spread
 
 IMPLEMENTATIONS = ("reference", "xla", "aligned", "mosaic_tpu", "mosaic_gpu")
 LOGGER = logging.getLogger(__name__)
@@ -93,9 +93,12 @@ def paged_attention(
         raise ValueError(f"pool {pool.dtype}{pool.shape} is not of {layout}")
     if spec.has_sinks != (sinks is not None):
         raise ValueError(f"spec.has_sinks={spec.has_sinks} but sinks={'given' if sinks is not None else None}")
-    return _module(implementation).attend(
+    if layout.spreads:
+        q, k, v = (spread(x) for x in (q, k, v))
+    out, pool = _module(implementation).attend(
         q, k, v, pool, layer, metadata, layout=layout, spec=spec, sinks=sinks, k_scale=k_scale, v_scale=v_scale
     )
+    return (spread(out) if layout.spreads else out), pool
 
 
 def _device_name(platform: str) -> str:

@@ -63,9 +63,9 @@ def test_linear_accumulates_in_float32_and_returns_the_input_dtype():
 def test_every_platform_runs_the_layers_in_order(platform):
     weights = {"scale": jnp.array([2.0, 3.0, 5.0])}
 
-    def layer(carry, weight, index):
+    def layer(carry, weight, group, index):
         x, seen = carry
         return x * weight["scale"] + index, seen.at[index].set(x)
 
-    final, seen = jax.jit(lambda w: run_layers(layer, (jnp.float32(1), jnp.zeros(3)), w, platform))(weights)
+    final, seen = jax.jit(lambda w: run_layers(layer, (jnp.float32(1), jnp.zeros(3)), w, (0, 0, 0), platform))(weights)
     assert float(final) == ((1 * 2 + 0) * 3 + 1) * 5 + 2 and seen.tolist() == [1, 2, 7]

@@ -112,7 +112,7 @@ def test_a_split_of_the_fused_axes_is_a_model_of_fewer_heads():
     def outputs(layer: llama.LlamaLayers, config: ModelConfig):
         rope = rope_table(config.rope, config.head_dim, jnp.arange(5))
         without_bias = dataclasses.replace(layer, down_bias=None)  # which a sum over shards counts once
-        return llama._qkv(x, layer, config, rope), llama._mlp(x, without_bias)
+        return llama._qkv(x, layer, config, rope), llama._mlp(x, without_bias, config)
 
     heads, mlp = outputs(whole, CONFIG)
     (heads_0, mlp_0), (heads_1, mlp_1) = (outputs(half, half_config) for half in halves)

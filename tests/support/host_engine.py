@@ -64,7 +64,12 @@ def beams(name: str, prompt: ListOf[int], max_tokens: int, width: int, **changes
 class HostEngine:
     """Steps by hand: `step()` schedules, launches and applies as the engine loop does."""
 
-    num_blocks: int = 64
+    num_blocks: int | tuple[int, ...] = 64
+    """Of each layer group."""
+    windows: tuple[int | None, ...] = (None,)
+    """Of each layer group."""
+    max_tokens: int | None = None
+    """Longest sequence; None: what the largest pool holds."""
     block_size: int = 4
     budget: int = 16
     max_num_seqs: int = 8
@@ -87,13 +92,16 @@ class HostEngine:
         num_slots = min(self.budget, self.max_num_seqs)
         if self.has_disk and self.store is None:
             self.store = MemoryStore(
-                lambda transfer: self.runner.host_cells[transfer.host_block].copy(),
-                lambda transfer, content: self.runner.host_cells.__setitem__(transfer.host_block, content),
+                lambda transfer: self.runner.host_cells[transfer.group][transfer.host_block].copy(),
+                lambda transfer, content: self.runner.host_cells[transfer.group].__setitem__(transfer.host_block, content),
             )
+        num_groups = len(self.windows)
+        num_blocks = (self.num_blocks,) * num_groups if isinstance(self.num_blocks, int) else self.num_blocks
         self.blocks = BlockManager(
-            groups=[GroupSpec()], num_blocks=[self.num_blocks], block_size=self.block_size, num_slots=num_slots,
-            max_blocks_per_seq=self.num_blocks, prefix_cache=self.prefix_cache,
-            num_host_blocks=None if self.num_host_blocks is None else [self.num_host_blocks],
+            groups=[GroupSpec(window) for window in self.windows], num_blocks=num_blocks, block_size=self.block_size,
+            num_slots=num_slots, prefix_cache=self.prefix_cache,
+            max_blocks_per_seq=max(num_blocks) if self.max_tokens is None else -(-self.max_tokens // self.block_size),
+            num_host_blocks=None if self.num_host_blocks is None else [self.num_host_blocks] * num_groups,
             host_tier=self.host_tier, disk=self.store,
         )
         limits = SchedulerLimits(

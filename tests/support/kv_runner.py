@@ -16,41 +16,45 @@ POISON = -1
 
 
 class KvRunner(FakeRunner):
-    """One layer group.  Raises AssertionError where a row would read what is not its own."""
+    """Raises AssertionError where a row would read what is not its own, in any layer group."""
 
     def __init__(self, num_slots: int, vocab_size: int, blocks: BlockManager, num_host_blocks: int | None):
         super().__init__(num_slots, vocab_size)
         self._manager = blocks
-        [table] = blocks.tables
-        num_blocks = blocks.num_total_blocks + 1
-        self._table, self._size = table, blocks.block_size
-        self._cells = np.full((num_blocks, blocks.block_size), POISON, np.int64)
-        self.host_cells = np.full((num_host_blocks or 1, blocks.block_size), POISON, np.int64)
+        self._size = blocks.block_size
+        memory = blocks._memory
+        self._windows = [spec.window for spec in memory.groups]
+        self._cells = [np.full((pool.num_blocks, self._size), POISON, np.int64) for pool in memory.pools]
+        self.host_cells = [np.full((num_host_blocks or 1, self._size), POISON, np.int64) for _ in memory.pools]
         self._sampled: dict[Sequence, dict[int, int]] = {}
 
     def launch(self, plan: StepPlan) -> None:
-        for _, block, host_block in plan.saves:
-            self.host_cells[host_block] = self._cells[block]
-        for _, source, destination in plan.copies:
-            self._cells[destination] = self._cells[source]
-        for _, host_block, block in plan.loads:
-            self._cells[block] = self.host_cells[host_block]
-        [unused] = self._manager.unused_blocks()
-        self._cells[unused] = POISON
+        for group, block, host_block in plan.saves:
+            self.host_cells[group][host_block] = self._cells[group][block]
+        for group, source, destination in plan.copies:
+            self._cells[group][destination] = self._cells[group][source]
+        for group, host_block, block in plan.loads:
+            self._cells[group][block] = self.host_cells[group][host_block]
+        for cells, unused in zip(self._cells, self._manager.unused_blocks()):
+            cells[unused] = POISON
         rows = zip(plan.sequences, plan.slots.tolist(), plan.first_positions.tolist(), plan.num_scheduled.tolist())
-        ends = []
+        written = []
         for sequence, slot, first, count in rows:
-            cells = prefix_numbers(self._tokens(sequence, first + count))
-            for position in range(first, first + count):
-                block = self._table[slot, position // self._size]
-                assert block != 0, f"{sequence.request_id}.{sequence.index} writes position {position} nowhere"
-                self._cells[block, position % self._size] = cells[position]
-            ends.append((sequence, slot, cells))
-        for sequence, slot, cells in ends:  # all rows write before any row reads
-            positions = np.arange(len(cells))
-            read = self._cells[self._table[slot, positions // self._size], positions % self._size]
-            wrong = np.flatnonzero(read != cells)
-            assert not len(wrong), f"{sequence.request_id}.{sequence.index} reads foreign KV at positions {wrong.tolist()}"
+            numbers = prefix_numbers(self._tokens(sequence, first + count))
+            for table, cells in zip(self._manager.tables, self._cells):
+                for position in range(first, first + count):
+                    block = table[slot, position // self._size]
+                    assert block != 0, f"{sequence.request_id}.{sequence.index} writes position {position} nowhere"
+                    cells[block, position % self._size] = numbers[position]
+            written.append((sequence, slot, first, numbers))
+        for sequence, slot, first, numbers in written:  # all rows write before any row reads
+            for window, table, cells in zip(self._windows, self._manager.tables, self._cells):
+                begin = 0 if window is None else max(0, first - window + 1)
+                positions = np.arange(begin, len(numbers))
+                read = cells[table[slot, positions // self._size], positions % self._size]
+                wrong = begin + np.flatnonzero(read != numbers[begin:])
+                name = f"{sequence.request_id}.{sequence.index}, window {window}"
+                assert not len(wrong), f"{name}: foreign KV at positions {wrong.tolist()}"
         super().launch(plan)
         for row, token_id in zip(plan.sampling_rows.tolist(), self._done[-1].token_ids.tolist()):
             position = int(plan.first_positions[row] + plan.num_scheduled[row])

@@ -36,10 +36,12 @@ def _whole_sequence(params, config: ModelConfig, token_ids: jax.Array, implement
         cu_q_lens=jnp.array([0, num_tokens], jnp.int32),
         num_decodes=jnp.int32(0),
     )
-    inputs = ForwardInputs(token_ids, jnp.arange(num_tokens, dtype=jnp.int32), (batch,))
-    pool = pool_layout.allocate(config.num_layers, num_blocks + 1)
+    groups = config.layer_groups
+    inputs = ForwardInputs(token_ids, jnp.arange(num_tokens, dtype=jnp.int32), (batch,) * len(groups))
+    pools = tuple(pool_layout.allocate(group.num_layers, num_blocks + 1) for group in groups)
     code = model_code(config)
-    hidden, _ = code.forward(params, config, (pool,), inputs, AttentionPlan(implementation, (pool_layout,)))
+    plan = AttentionPlan(implementation, (pool_layout,) * len(groups))
+    hidden, _ = code.forward(params, config, pools, inputs, plan)
     return hidden, code.logits(params, config, hidden)
 
 
@@ -69,9 +71,17 @@ def naive_generate(params: Any, config: ModelConfig, prompt: Sequence[int], num_
 
 def transformers_llama(folder: Path, *, seed: int = 0, max_shard_size: str | int | None = None, **overrides):
     """Saves a random `LlamaForCausalLM` in `folder` and returns it; biases and norms are random too."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return transformers_model(folder, "Llama", seed=seed, max_shard_size=max_shard_size, **overrides)
 
+
+def transformers_model(
+    folder: Path, name: str, *, seed: int = 0, max_shard_size: str | int | None = None, spread: float = 0.2, **overrides
+):
+    """Saves a random model of transformers' `{name}ForCausalLM` in `folder` and returns it."""
+    import torch
+    import transformers
+
+    config_class = getattr(transformers, "Gemma3TextConfig" if name == "Gemma3" else f"{name}Config")
     settings = dict(
         vocab_size=96,
         hidden_size=64,
@@ -82,11 +92,15 @@ def transformers_llama(folder: Path, *, seed: int = 0, max_shard_size: str | int
         max_position_embeddings=128,
         rms_norm_eps=1e-5,
     )
+    if name != "Llama":
+        settings |= {"head_dim": 16, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager"}
+    mean_of_norms = 0.0 if name.startswith("Gemma") else 1.0
     torch.manual_seed(seed)
     with torch.no_grad():
-        model = LlamaForCausalLM(LlamaConfig(**{**settings, **overrides})).eval()
-        for name, parameter in model.named_parameters():
-            parameter.copy_(torch.randn_like(parameter) * 0.2 + (1.0 if "norm" in name else 0.0))
+        model = getattr(transformers, f"{name}ForCausalLM")(config_class(**{**settings, **overrides})).eval()
+        for parameter_name, parameter in model.named_parameters():
+            mean = mean_of_norms if "norm" in parameter_name else 0.0
+            parameter.copy_(torch.randn_like(parameter) * spread + mean)
     model.save_pretrained(folder, **({} if max_shard_size is None else {"max_shard_size": max_shard_size}))
     return model
 

@@ -53,6 +53,15 @@ def byte_level_folder(folder: Path, adds_bos: bool = False, **config) -> Path:
     return _write(folder, json.loads(tokenizer.to_str()), adds_bos, config)
 
 
+def tiny_byte_level_tokenizer(folder: Path, vocab_size: int = 96) -> None:
+    """A tokenizer.json of as many single bytes, beside a tiny model."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
 def _write(folder: Path, described: dict, adds_bos: bool, config: dict) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     text = {"Sequence": {"id": "A", "type_id": 0}}

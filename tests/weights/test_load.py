@@ -139,10 +139,9 @@ def test_what_is_not_built_is_refused_with_the_file(tmp_path):
     folder = write_folder(tmp_path, tensors(), architectures=["MambaForCausalLM"])
     with pytest.raises(WeightsError, match=r"config.json: architectures = \['MambaForCausalLM'\]: not built"):
         load_model(folder, "float32")
-    folder = write_folder(tmp_path, tensors(), architectures=["MistralForCausalLM"], sliding_window=16)
-    with pytest.raises(ModelError, match="sliding_window = 16 is shorter than the context of 64"):
+    folder = write_folder(tmp_path, tensors(), architectures=["MistralForCausalLM"], sliding_window=0)
+    with pytest.raises(ModelError, match="sliding_window = 0"):
         load_model(folder, "float32")
-    assert load_model(folder, "float32", context_length=16).config.context_length == 16
 
 
 def test_generation_config_gives_defaults_and_all_eos_ids(tmp_path):
