@@ -9,17 +9,17 @@ import difflib
 from collections.abc import Iterator
 
 _CONSTRAINTS = frozenset(
-    "type enum const allOf anyOf oneOf not if then else properties patternProperties additionalProperties propertyNames "
-    "required minProperties maxProperties dependencies dependentRequired dependentSchemas unevaluatedProperties items "
-    "prefixItems additionalItems unevaluatedItems contains minContains maxContains minItems maxItems uniqueItems "
-    "minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf $ref $dynamicRef "
-    "$recursiveRef $defs definitions".split()
+    "type enum const allOf anyOf oneOf not if then else properties patternProperties additionalProperties "
+    "propertyNames required minProperties maxProperties dependencies dependentRequired dependentSchemas "
+    "unevaluatedProperties items prefixItems additionalItems unevaluatedItems contains minContains maxContains "
+    "minItems maxItems uniqueItems minLength maxLength pattern format minimum maximum exclusiveMinimum "
+    "exclusiveMaximum multipleOf $ref $dynamicRef $recursiveRef $defs definitions".split()
 )
 _ANNOTATIONS = frozenset(
     "title description default examples example deprecated readOnly writeOnly $comment $schema $id id $anchor "
     "$dynamicAnchor $recursiveAnchor $vocabulary contentMediaType contentEncoding contentSchema discriminator".split()
 )
-"""They bind nothing by definition (discriminator is OpenAPI's, which pydantic writes beside oneOf); so do x-... names."""
+"""They bind nothing by definition (discriminator is OpenAPI's; pydantic writes it beside oneOf); so do x-... names."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = (
     "items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",

@@ -94,7 +94,8 @@ def plain_messages(messages: Sequence[object]) -> list[dict]:
         # Templates put the role beside control tokens, so it must not be able to spell one.
         if not isinstance(role, str) or not re.fullmatch(r"\w[\w .-]{0,63}", role):
             shown = repr(role) if len(repr(role)) <= 80 else repr(role)[:77] + "..."
-            raise ChatTemplateError(f"messages[{index}].role = {shown}: must be a word, such as user", f"messages[{index}].role")
+            field = f"messages[{index}].role"
+            raise ChatTemplateError(f"{field} = {shown}: must be a word, such as user", field)
         plain.append({key: value for key, value in message.items() if value is not None})
     return plain
 

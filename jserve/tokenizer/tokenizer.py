@@ -128,7 +128,9 @@ class Tokenizer:
         for index, message in enumerate(conversation):
             if not self.chat_template.knows_role(message["role"]):
                 field = f"messages[{index}].role"
-                raise ChatTemplateError(f"{field} = {message['role']!r}: the model's chat template knows no such role", field)
+                raise ChatTemplateError(
+                    f"{field} = {message['role']!r}: the model's chat template knows no such role", field
+                )
             for key in _OPTIONAL_KEYS & message.keys():
                 without = [dict(one) for one in conversation]
                 del without[index][key]

@@ -1,8 +1,8 @@
 """Paged attention in plain XLA whose result for a token has the same bits in every step.
 
-Queries are taken in tiles that begin at absolute positions, keys too, and every product has one shape.  A token so stands
-at the same place of the same tile as a decode, in a chunk of any size and beside any neighbours; key tiles that it does not
-see leave its running softmax as it is, exactly.  Slower than `xla` where few tokens of a tile are wanted, as in decodes.
+Queries are taken in tiles that begin at absolute positions, keys too, and every product has one shape.  So a token
+stands at the same place of the same tile as a decode, in a chunk of any size and beside any neighbours; key tiles that
+it does not see leave its running softmax as it is, exactly.  Slower than `xla` where few tokens of a tile are wanted.
 """
 
 from __future__ import annotations

@@ -228,6 +228,32 @@ def test_prompt_cut_into_chunks_is_the_prompt_whole(chunks):
     np.testing.assert_allclose(np.concatenate(out), whole, atol=TOLERANCE, rtol=0)
 
 
+def test_aligned_gives_a_token_the_same_bits_in_every_chunk():
+    """Decodes, odd chunks and the whole prompt, at any place of the step and with another sequence before it."""
+    pool_layout, spec = layout("cpu", 2, 16, 8, "float32"), AttentionSpec(0.25)
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((37, n, 16)).astype(np.float32) for n in (4, 2, 2))
+    tables, outs = jnp.array([[3, 1, 6, 2, 5], [7, 0, 0, 0, 0]], jnp.int32), []
+    for chunks, lead in (((37,), 0), ((1,) * 37, 0), ((8, 8, 16, 5), 3), ((3, 34), 7), ((1,) * 9 + (11, 17), 1)):
+        pool, out, done = pool_layout.allocate(2, 8), [], 0
+        for new in chunks:
+            lens = jnp.array([done + new, lead] if not lead else [lead, done + new])
+            rows = tables if not lead else tables[::-1]
+            batch = RaggedBatch(rows, lens, jnp.array([0, lead or new, lead + new]), jnp.array(0))
+
+            def placed(x, done=done, new=new, lead=lead):
+                flat = rng.standard_normal((44, *x.shape[1:])).astype(np.float32)
+                flat[lead : lead + new] = x[done : done + new]
+                return flat
+
+            step, pool = compiled(pool_layout, spec, "aligned")(placed(q), placed(k), placed(v), pool, batch)
+            out.append(np.asarray(step)[lead : lead + new])
+            done += new
+        outs.append(np.concatenate(out))
+    for out in outs[1:]:
+        np.testing.assert_array_equal(bits(out), bits(outs[0]))
+
+
 @st.composite
 def ragged_rows(draw):
     """Up to 8 rows in 64 tokens and 96 positions: decodes, then chunks, any of them empty."""
@@ -254,6 +280,7 @@ def test_any_ragged_geometry(window):
         inputs = build(case, num_layers=2, num_blocks=128, max_blocks=13, seed=seed, poison=True)
         assert_right(inputs)
         assert_right(inputs, "reference")
+        assert_right(inputs, "aligned")
 
     check()
 
