@@ -314,8 +314,10 @@ class AsyncEngine:
             num_preemptions=self._scheduler.num_preemptions,
             num_swap_preemptions=self._scheduler.num_swap_preemptions,
             # Like num_saved_blocks: the scheduler counts what the tier has counted a moment before.
-            swapped_out_bytes=max(0, self._scheduler.num_saved_blocks - tiers.num_host_saved_blocks) * self._bytes_per_block,
-            swapped_in_bytes=max(0, self._scheduler.num_loaded_blocks - tiers.num_host_loaded_blocks) * self._bytes_per_block,
+            swapped_out_bytes=max(0, self._scheduler.num_saved_blocks - tiers.num_host_saved_blocks)
+            * self._bytes_per_block,
+            swapped_in_bytes=max(0, self._scheduler.num_loaded_blocks - tiers.num_host_loaded_blocks)
+            * self._bytes_per_block,
             host_tier_hit_tokens=tiers.num_host_hit_tokens,
             disk_tier_hit_tokens=tiers.num_disk_hit_tokens,
             num_host_cached_blocks=tiers.num_host_cached_blocks,

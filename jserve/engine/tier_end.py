@@ -1,4 +1,4 @@
-"""The end of an engine with a disk: what is cached goes to files, as far as time allows, so that the next start finds it."""
+"""The end of an engine with a disk: what is cached goes to files, as far as time allows, for the next start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SavingRunner(Protocol):
 
 
 def keep_cached(blocks: BlockManager, runner: SavingRunner, disk: DiskStore, timeout_s: float = TIMEOUT_S) -> None:
-    """On the engine thread, after the last step. The last used first: the heads of the chains that others begin with."""
+    """On the engine thread, after the last step. The last used first: heads of chains that others begin with."""
     deadline = time.monotonic() + timeout_s
     try:
         blocks.tiers.save_cached()

@@ -156,11 +156,13 @@ class HostTier:
         """The step with these saves is done; among them may be those of swapped sequences."""
         for group, pool in enumerate(self.pools):
             column = self._first_column + group
-            host_blocks = [block for of_group, _, block in saves if of_group == group and (group, block) in self._arriving]
+            of_group = [host_block for group_saved, _, host_block in saves if group_saved == group]
+            host_blocks = [host_block for host_block in of_group if (group, host_block) in self._arriving]
             self._arriving.difference_update((group, host_block) for host_block in host_blocks)
             if host_blocks:
-                found = [(node, block) for block in host_blocks if (node := self._index.node_at(column, block)) is not None]
-                self.on_arrival(group, [node for node, _ in found], [block for _, block in found])
+                nodes = [self._index.node_at(column, host_block) for host_block in host_blocks]
+                found = [pair for pair in zip(nodes, host_blocks) if pair[0] is not None]
+                self.on_arrival(group, [node for node, _ in found], [host_block for _, host_block in found])
                 pool.release(np.array(host_blocks, np.int32))
 
     # The end of it

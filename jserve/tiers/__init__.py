@@ -1,1 +1,1 @@
-"""Where the bytes of lower tiers of the prefix cache lie. What is kept and when it is copied is decided in jserve.kv."""
+"""Where the bytes of lower tiers of the prefix cache lie. What is kept, and when it is copied, jserve.kv decides."""

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from tests.engine.test_parallel_sampling import PROMPT, engine_of, outputs
-from tests.support.engines import answers, config_for, request, running_engine, wait_idle
 from jserve.engine.build import build_engine
+from tests.engine.test_parallel_sampling import PROMPT, engine_of, outputs
+from tests.support.engines import answers, config_for, request
 from tests.support.tiny_models import random_gguf
 
 
@@ -31,7 +31,7 @@ def test_tokens_do_not_depend_on_freed_blocks(path, dtype):
 
 
 def test_a_planted_stale_read_changes_the_output(path):
-    """The first block of a running sequence is given back too early, and nobody takes it: without poison all looks well."""
+    """The first block of a running sequence is given back too early, and nobody takes it: without poison all is well."""
     got = {}
     for poisons in (False, True):
         config = config_for(path, kv={"poison_freed": poisons, "prefix_cache": False})

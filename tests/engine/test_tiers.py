@@ -140,7 +140,7 @@ def test_a_disk_needs_host_memory(path, tmp_path):
 @pytest.mark.parametrize(("num_blocks", "host_bytes", "kind", "has_disk"), [
     (24, None, "recompute", False), (24, 120_000, "swap", True), (12, 300_000, "auto", True),
 ])
-def test_a_fuzz_of_prefix_families_equals_the_naive_oracle(path, naive, tmp_path, num_blocks, host_bytes, kind, has_disk):
+def test_a_fuzz_of_families_equals_the_naive_oracle(path, naive, tmp_path, num_blocks, host_bytes, kind, has_disk):
     rng = random.Random(num_blocks)
     families = [[rng.randrange(500) for _ in range(48)] for _ in range(3)]
     prompts = [family[: rng.randrange(8, 48)] + [rng.randrange(500)] for family in families for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Host memory and disk below the prefix cache, through the scheduler: who waits for them, who does not, what they find."""
+"""Host memory and disk below the prefix cache, through the scheduler: who waits for them and what they find."""
 
 import numpy as np
 import pytest
