@@ -128,6 +128,7 @@ class Scheduler:
             else:
                 self._waiting.remove(sequence)
         self._policy.ended(sequence)
+        self.prefixes.ended(sequence)
         sequence.state = SequenceState.FINISHED
         sequence.finish_reason = reason
 

@@ -29,6 +29,14 @@ class SharedPrefixes:
         if self._blocks.has_prefix_cache and self._num_missing(sequence) >= self._min_tokens:
             self._computing.setdefault(self._key(sequence), []).append(sequence)
 
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence that entered, perhaps more than once, is finished: nothing here keeps it."""
+        key = self._key(sequence)
+        if key in self._computing:
+            self._computing[key] = [one for one in self._computing[key] if one is not sequence]
+            if not self._computing[key]:
+                del self._computing[key]
+
     def waits(self, sequence: Sequence) -> bool:
         """Whether a sequence at the head of the queue had better wait; if so it waits here, until `take_ready`."""
         if not self._computing or not sequence.use_prefix_cache or sequence.away is not None:

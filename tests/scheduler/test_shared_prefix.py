@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 
-from jserve.scheduler import SequenceState
+from jserve.scheduler import Sequence, SequenceState
 from tests.support.host_engine import HostEngine, beams, expected_output, group, output, sequence
 
 SHARED = [(3 + 7 * i) % 1000 for i in range(40)]
@@ -55,6 +57,16 @@ def test_who_waits_can_be_aborted():
     assert engine.scheduler.num_waiting == 0
     engine.run()
     assert first.finished and engine.blocks.num_used_blocks == 0
+
+
+def test_a_finished_sequence_is_not_kept():
+    engine = HostEngine(budget=16, overlap=True)
+    for number in range(40):  # beginnings that nobody asks for again
+        engine.run([sequence(f"kept{number}", [(number * 41 + 7 * i) % 1000 for i in range(40)], 2)])
+    engine.plans.clear()
+    gc.collect()
+    kept = [one for one in gc.get_objects() if isinstance(one, Sequence) and one.request_id.startswith("kept")]
+    assert len(kept) <= 1
 
 
 def test_nobody_waits_across_salts_with_bypass_or_without_a_cache():
