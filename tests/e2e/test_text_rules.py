@@ -179,7 +179,7 @@ async def test_a_bad_value_is_refused_by_name_and_its_neighbour_is_served(say, a
     [
         ({"prompt_token_ids": [49152]}, "prompt_token_ids[0]"), ({"prompt_token_ids": []}, "prompt_token_ids"),
         ({"prompt": ""}, "prompt"), ({"messages": []}, "messages"), ({"prompt": "x " * 5_000_000}, "prompt"),
-        ({"prompt_token_ids": [5] * 64}, "prompt"), ({"prompt": "a", "prompt_token_ids": [1]}, "prompt"),
+        ({"prompt_token_ids": [5] * 64}, "prompt_token_ids"), ({"prompt": "a", "prompt_token_ids": [1]}, "prompt"),
         ({"prompt": "a", "lora_name": "x"}, "lora_name"),
     ],
 )

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from jserve.config import Config, ConfigError
+from jserve.config_ranges import check_ranges
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.build import policy_settings
 from jserve.request import Code, GenerateRequest, RequestError
@@ -63,5 +64,7 @@ def test_an_engine_that_has_run_nothing_refuses_nobody():
 )
 def test_settings_that_mean_nothing_are_refused_by_name(setting, message):
     (key,) = setting
+    config = Config().replace("scheduler", **setting)
     with pytest.raises(ConfigError, match=f"scheduler.{key} = .*{message}"):
-        policy_settings(Config().replace("scheduler", **setting))
+        check_ranges(config)
+        policy_settings(config)

@@ -203,7 +203,7 @@ async def test_response_format_holds(engine, temperature):
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(**ask, response_format={
                 "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}})
-        assert caught.value.param == "json_schema"
+        assert caught.value.param == "response_format.json_schema.schema"
 
 
 async def test_probabilities_of_chat_sum_to_less_than_one(engine):
