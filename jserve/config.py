@@ -89,6 +89,8 @@ class SchedulerSection:
     """Refuse a request whose deadline passes before its first tokens can be there (RESOURCE_EXHAUSTED, RetryInfo)."""
     overlap: bool = True
     """Plan and launch step N+1 while step N runs; results are read one step late. The tokens are the same."""
+    jump_ahead: bool = True
+    """Tokens that a grammar leaves no choice about are computed as a chunk, not one a step. The tokens are the same."""
     step_log: str | None = None
     """File for the scheduler's decisions, which `jserve replay` makes again; no text, no token ids. unset: none."""
 

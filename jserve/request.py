@@ -212,6 +212,14 @@ class Sampling:
         masks = self.logit_bias or self.allowed_token_ids or self.bad_words or self.structured
         return penalties != (1.0, 0.0, 0.0) or bool(masks)
 
+    @property
+    def may_jump(self) -> bool:
+        """Tokens that its grammar leaves no choice about need not be sampled: nothing asks how probable they were, and
+        nothing on the device counts them."""
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        counts = penalties != (1.0, 0.0, 0.0)
+        return self.grammar is not None and self.logprobs is None and self.best_of == self.n and not counts
+
 
 @dataclass(frozen=True)
 class TokenLogprob:

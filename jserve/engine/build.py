@@ -220,7 +220,7 @@ def _ready_runner(
         )
 
     make_programs_ready()
-    runner = ModelRunner(programs, params, blocks.tables)
+    runner = ModelRunner(programs, params, blocks.tables, jumps=config.scheduler.jump_ahead)
     try:
         runner.warm_up()
     except jax.errors.JaxRuntimeError as error:

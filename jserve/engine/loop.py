@@ -31,8 +31,8 @@ TIER_POLL_S = 0.002
 class Runner(Protocol):
     """The seam to the device."""
 
-    def launch(self, plan: StepPlan) -> None:
-        """Starts a step; returns before it is done."""
+    def launch(self, plan: StepPlan) -> dict[int, list[int]] | None:
+        """Starts a step; returns before it is done.  What it says is StepOutput.forced, ahead of the output."""
 
     def collect(self) -> StepOutput:
         """Waits for the oldest launched step."""
@@ -175,14 +175,17 @@ class EngineLoop:
             self._log.planned(plan)
         if plan is not None:
             self._in_flight.append(plan)
-            self._runner.launch(plan)
+            if forced := self._runner.launch(plan):
+                self._scheduler.jump(plan, forced)
+                if self._log is not None:
+                    self._log.jumped(plan, forced)
         planned = time.perf_counter()
         if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
             output = self._runner.collect()
             collected = time.perf_counter()
             plan = self._in_flight.popleft()
-            self._apply(plan, output)
-            self._record(plan, output, planned - began + time.perf_counter() - collected)
+            num_forced = self._apply(plan, output)
+            self._record(plan, output, num_forced, planned - began + time.perf_counter() - collected)
         elif plan is None and self._scheduler.awaits_tier:
             with self._wake:
                 self._wake.wait_for(lambda: self._inbox or self._stopping, TIER_POLL_S)
@@ -191,20 +194,22 @@ class EngineLoop:
         if self.on_step is not None:
             self.on_step(self._scheduler)
 
-    def _apply(self, plan: StepPlan, output: StepOutput) -> None:
+    def _apply(self, plan: StepPlan, output: StepOutput) -> int:
+        """Returns how many tokens came without sampling."""
         result = apply(self._scheduler, plan, output)
         if self._log is not None:
             self._log.applied(plan, result)
         self._report(result)
+        return sum(map(len, result.forced.values()))
 
-    def _record(self, plan: StepPlan, output: StepOutput, host_seconds: float) -> None:
+    def _record(self, plan: StepPlan, output: StepOutput, num_forced: int, host_seconds: float) -> None:
         totals = self.totals
         totals.num_steps += 1
         totals.host_seconds += host_seconds
         totals.device_seconds += output.device_seconds
         totals.scheduled_tokens += plan.num_tokens
         totals.padded_tokens += plan.bucket - plan.num_tokens
-        totals.generated_tokens += len(output.token_ids)
+        totals.generated_tokens += len(output.token_ids) + num_forced
         if self._histograms is not None:
             self._histograms.iteration_tokens.observe(plan.num_tokens)
             self._histograms.step_host.observe(host_seconds)

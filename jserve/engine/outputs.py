@@ -30,6 +30,8 @@ class StepResult:
     token_ids: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     """Row of each of them in the output's logprob arrays."""
+    forced: dict[Sequence, list[int]] = field(default_factory=dict)
+    """Tokens that some of them got behind that one, without sampling."""
     output: StepOutput | None = None
     prompt_scores: list[tuple[Sequence, PromptScores]] = field(default_factory=list)
     pooled: list[tuple[Sequence, PooledStates]] = field(default_factory=list)
@@ -110,6 +112,7 @@ def _append_tokens(plan: StepPlan, output: StepOutput, result: StepResult) -> No
             broken.setdefault(row, _no_numbers())
     dropped = {row for row, sequence in enumerate(sampled) if sequence.state is FINISHED}
     dropped.update(plan.beams.tolist())
+    forced = {sampled[row]: ids for row, ids in (output.forced or {}).items()}
     for row, error in broken.items():
         if row not in dropped:
             result.failed.append((sampled[row], error))
@@ -119,9 +122,23 @@ def _append_tokens(plan: StepPlan, output: StepOutput, result: StepResult) -> No
         sampled, token_ids = [sampled[row] for row in rows], [token_ids[row] for row in rows]
     for sequence, token_id in zip(sampled, token_ids):
         reason = sequence.append(token_id)
+        if reason is None and sequence in forced:
+            reason = _append_forced(sequence, forced[sequence][1:], result)
         if reason is not None:
             result.ended.append((sequence, reason))
     result.sequences, result.token_ids, result.rows = sampled, token_ids, rows
+
+
+def _append_forced(sequence: Sequence, token_ids: list[int], result: StepResult) -> FinishReason | None:
+    """The tokens that must follow the sampled one; why the sequence ends with them, or None."""
+    reason, appended = None, []
+    for token_id in token_ids:
+        appended.append(token_id)
+        if (reason := sequence.append(token_id)) is not None:
+            break
+    if appended:
+        result.forced[sequence] = appended
+    return reason
 
 
 def _report_beams(scheduler: Scheduler, plan: StepPlan, output: StepOutput, result: StepResult) -> list[ForkGroup]:

@@ -73,6 +73,7 @@ class _Replayer:
         self._encoder = PlanEncoder()
         self._sequences: dict[int, Sequence] = {}
         self._in_flight: deque[StepPlan] = deque()
+        self._forced: dict[int, dict[int, list[int]]] = {}  # by step
         self._num_steps = self._num_tokens = 0
 
     def run(self, lines: Iterator[tuple[int, dict[str, Any]]]) -> Replay:
@@ -83,6 +84,8 @@ class _Replayer:
                     self._arrive(record)
                 elif "e" in record:
                     self._scheduler.finish(self._sequences[record["e"]], FinishReason(record["reason"]))
+                elif "j" in record:
+                    self._jump(record["j"])
                 elif "r" in record:
                     self._apply(record)
                 elif "f" in record:
@@ -126,6 +129,12 @@ class _Replayer:
             self._num_tokens += plan.num_tokens
         return None
 
+    def _jump(self, jumps: list[list[int]]) -> None:
+        plan = self._in_flight[-1]
+        forced = {place: [0] * (count - ends) + [STOP_TOKEN] * ends for place, count, ends in jumps}
+        self._scheduler.jump(plan, forced)
+        self._forced[plan.step_id] = forced
+
     def _apply(self, record: dict[str, Any]) -> None:
         plan = self._in_flight.popleft()
         if plan.step_id != record["r"]:
@@ -133,6 +142,12 @@ class _Replayer:
         tokens = {order: value for order, value in record.get("blocks", ())}
         tokens |= dict.fromkeys(record.get("stop", ()), STOP_TOKEN)
         orders = [plan.sequences[row].order for row in plan.sampling_rows]
+        forced = self._forced.pop(plan.step_id, {})
+        inner = {(order, offset): value for order, offset, value in record.get("inner", ())}
+        for place, token_ids in forced.items():
+            order, count = orders[place], len(token_ids)
+            token_ids[:] = [inner.get((order, at + 1 - count), 0) for at in range(count - 1)] + [tokens.get(order, 0)]
+            tokens[order] = token_ids[0]
         failed = set(record.get("failed", ()))
         for order, moves in record.get("beams", ()):
             self._sequences[order].search.coming = [Move(parent, token_id) for parent, token_id in moves]
@@ -143,6 +158,7 @@ class _Replayer:
             np.array([tokens.get(order, 0) for order in orders], np.int32),
             is_sound=np.array([order not in failed for order in orders], bool),
             device_seconds=record["s"],
+            forced=forced,
             beam_ids=np.zeros((len(beams), 1), np.int32),
             beam_logprobs=np.where(broken, np.nan, 0.0).astype(np.float32)[:, None],
         )

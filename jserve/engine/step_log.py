@@ -121,13 +121,27 @@ class StepLog:
     def planned(self, plan: StepPlan | None) -> None:
         self._write({"p": self._plans.encode(plan, self._scheduler)})
 
+    def jumped(self, plan: StepPlan, forced: dict[int, list[int]]) -> None:
+        """After scheduler.jump: how many tokens are known from the sampled one on, and whether the output ends there."""
+        sequences = plan.sampled_sequences()
+        self._write({"j": [
+            [place, len(token_ids), int(token_ids[-1] in sequences[place].stop_ids)]
+            for place, token_ids in forced.items()
+        ]})
+
     def applied(self, plan: StepPlan, result: StepResult) -> None:
         stopped = [sequence.order for sequence, reason in result.ended if reason is FinishReason.STOP]
         size = self._block_size
         borders = [
-            [sequence.order, int(self._block_hashes(sequence.tokens[: sequence.num_known])[-1])]
+            [sequence.order, self._hash_up_to(sequence, sequence.num_known)]
             for sequence in result.sequences
             if sequence.num_known % size == 0
+        ]
+        inner = [  # of jumps; where a sequence stands is above
+            [sequence.order, end - sequence.num_known, self._hash_up_to(sequence, end)]
+            for sequence, token_ids in result.forced.items()
+            for end in range(sequence.num_known - len(token_ids), sequence.num_known)
+            if end % size == 0
         ]
         record: dict[str, Any] = {"r": plan.step_id, "s": result.output.device_seconds}
         if stopped:
@@ -136,6 +150,8 @@ class StepLog:
             record["failed"] = [sequence.order for sequence, _ in result.failed]
         if borders:
             record["blocks"] = borders
+        if inner:
+            record["inner"] = inner
         if result.moves:
             record["beams"] = [
                 [group.members[0].order, [[move.parent, self._stand_in(group, at)] for at, move in enumerate(moves)]]
@@ -163,6 +179,9 @@ class StepLog:
         if one.num_known % self._block_size:
             return beam
         return int(self._block_hashes(one.tokens[: one.num_known])[-1])
+
+    def _hash_up_to(self, sequence: Sequence, end: int) -> int:
+        return int(self._block_hashes(sequence.tokens[:end])[-1])
 
     def _hide(self, name: str | bytes) -> str:
         data = name.encode() if isinstance(name, str) else name

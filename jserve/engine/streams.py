@@ -47,7 +47,8 @@ class _Output:
     text: TextStream
     num_tokens: int = 0
     last_token: float | None = None
-    cumulative_logprob: float = 0.0
+    cumulative_logprob: float | None = 0.0
+    """None: not every token was sampled."""
     finished: bool = False
 
 
@@ -155,8 +156,11 @@ class OutputThread:
             guarded(sequence.context, self._end_search, sequence, result.time)
         ended = dict(result.ended)
         for sequence, token_id, row in zip(result.sequences, result.token_ids, result.rows):
-            reason = ended.pop(sequence, None)
-            guarded(sequence.context, self._add_token, sequence, token_id, row, result, reason)
+            reason, forced = ended.pop(sequence, None), result.forced.get(sequence)
+            last = reason if forced is None else None
+            guarded(sequence.context, self._add_token, sequence, token_id, row, result, last)
+            if forced is not None:
+                guarded(sequence.context, self._add_forced, sequence, forced, reason)
         for sequence, reason in ended.items():
             guarded(sequence.context, self._end, sequence, reason)
         for sequence, error in result.failed:
@@ -208,7 +212,8 @@ class OutputThread:
         self._send_prompt_scores(stream, update)  # complete with the step that samples the first token
         delta = self._delta(stream, update, sequence.index)
         output.num_tokens += 1
-        output.cumulative_logprob += float(step.logprobs[row]) if step.logprobs is not None else 0.0
+        if output.cumulative_logprob is not None and step.logprobs is not None:
+            output.cumulative_logprob += float(step.logprobs[row])
         delta.token_ids.append(token_id)
         if sampling.logprobs is not None:
             k = sampling.logprobs
@@ -217,6 +222,37 @@ class OutputThread:
                 step.top_ids[row, :k], step.top_logprobs[row, :k],
             )
             delta.logprobs = (delta.logprobs or []) + [entry]
+        self._add_text(stream, update, sequence, token_id, reason)
+
+    def _add_forced(
+        self,
+        stream: RequestStream,
+        update: GenerateUpdate,
+        sequence: Sequence,
+        token_ids: list[int],
+        reason: FinishReason | None,
+    ) -> None:
+        """Tokens that came with the sampled one before them; how probable they were nobody knows."""
+        output = stream.outputs[sequence.index]
+        if output.finished:
+            return
+        output.cumulative_logprob = None
+        output.num_tokens += len(token_ids)
+        self._delta(stream, update, sequence.index).token_ids.extend(token_ids)
+        for token_id in token_ids[:-1]:
+            self._add_text(stream, update, sequence, token_id, None)
+        self._add_text(stream, update, sequence, token_ids[-1], reason)
+
+    def _add_text(
+        self,
+        stream: RequestStream,
+        update: GenerateUpdate,
+        sequence: Sequence,
+        token_id: int,
+        reason: FinishReason | None,
+    ) -> None:
+        """The token's text, and the end of the output where it ends with it."""
+        output, delta = stream.outputs[sequence.index], self._delta(stream, update, sequence.index)
         if reason is FinishReason.STOP:
             delta.text += output.text.push([token_id], ended=True).text + output.text.finish()
             self._finish(stream, update, sequence.index, reason, sequence.matched_stop)

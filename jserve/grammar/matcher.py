@@ -28,6 +28,22 @@ class Matcher:
         self.num_consumed += len(token_ids)
         return True
 
+    def take_forced(self) -> list[int]:
+        """The next tokens, as far as each is the only one that may come; the output is taken to go on with them.
+
+        The last may be EOS; then nothing is to follow.
+        """
+        forced = self._state.compute_ff_tokens()
+        if forced and not self.consume(forced):
+            return []
+        if self._state.is_stopped():
+            row = np.empty(self._num_words, np.int32)
+            self.fill(row)
+            ends = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            if len(ends) == 1:  # a model may have several
+                forced.append(int(ends[0]))
+        return forced
+
     def fill(self, row: np.ndarray) -> None:
         """Writes the mask of the next token into i32[W]: bit v % 32 of word v // 32 is set where id v may come.
 

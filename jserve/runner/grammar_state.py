@@ -2,11 +2,13 @@
 
 The mask of token N + 1 needs token N, which the device may still be sampling when the step is launched.  So the forward
 pass and the LM head start first; while they run, the host waits for step N, advances the grammars and fills the masks.
+Where a grammar leaves no choice, the tokens that must come are found here too, so that they need no step each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -17,10 +19,26 @@ from jserve.scheduler.plan import StepPlan
 from jserve.scheduler.sequence import Sequence
 
 
-class GrammarState:
-    """One matcher a slot that has a grammar."""
+@dataclass
+class GrammarMasks:
+    """Of one step; rows are those that sample, by their place."""
 
-    def __init__(self, num_slots: int, vocab_size: int):
+    bits: np.ndarray | None = None  # i32[num_rows, W] allowed ids; None: no row has a grammar
+    errors: dict[int, RequestError] = field(default_factory=dict)
+    """Of rows that cannot go on."""
+    forced: dict[int, list[int]] = field(default_factory=dict)
+    """The id that a row samples and those that must follow it, where both are certain."""
+
+
+class GrammarState:
+    """One matcher a slot that has a grammar.
+
+    Args:
+      jumps: look for forced tokens.
+    """
+
+    def __init__(self, num_slots: int, vocab_size: int, jumps: bool = True):
+        self._jumps = jumps
         self._num_words = num_words(vocab_size)
         self._matchers: list[Matcher | None] = [None] * num_slots
         self._is_used = np.zeros(num_slots, bool)
@@ -34,19 +52,16 @@ class GrammarState:
         self._matchers[sequence.slot] = matcher
         self._is_used[sequence.slot] = matcher is not None
 
-    def masks(
-        self, plan: StepPlan, num_rows: int, token_in_flight: Callable[[int], int]
-    ) -> tuple[np.ndarray | None, dict[int, RequestError]]:
-        """(i32[num_rows, W] allowed bits of the plan's sampling rows or None, errors of those that cannot go on).
+    def masks(self, plan: StepPlan, num_rows: int, token_in_flight: Callable[[int], int]) -> GrammarMasks:
+        """Follows the outputs up to the tokens that this plan samples.
 
         Args:
           token_in_flight: of a plan's row, the id that its slot has sampled and the host has not applied.
         """
         rows = plan.sampling_rows
         if not self._is_used[plan.slots[rows]].any():
-            return None, {}
-        bits = np.full((num_rows, self._num_words), -1, np.int32)
-        errors = {}
+            return GrammarMasks()
+        masks = GrammarMasks(np.full((num_rows, self._num_words), -1, np.int32))
         for at, row in enumerate(rows.tolist()):
             matcher = self._matchers[plan.slots[row]]
             if matcher is None:
@@ -58,10 +73,27 @@ class GrammarState:
             if matcher.error is None:
                 matcher.consume(new)
             if matcher.error is None:
-                matcher.fill(bits[at])
+                matcher.fill(masks.bits[at])
+            may_jump = self._jumps and sequence.sampling.may_jump
+            if may_jump and matcher.error is None and _has_one_bit(masks.bits[at]):
+                forced = up_to_the_end(matcher.take_forced(), sequence, num_before)
+                if len(forced) > 1 or not sequence.stop_ids.isdisjoint(forced):
+                    masks.forced[at] = forced
             if matcher.error is not None:
-                errors[at] = _cannot_go_on(sequence, num_before, matcher.error)
-        return bits, errors
+                masks.errors[at] = _cannot_go_on(sequence, num_before, matcher.error)
+        return masks
+
+
+def _has_one_bit(row: np.ndarray) -> bool:
+    [words] = row.nonzero()
+    return len(words) == 1 and int(row[words[0]]).bit_count() == 1
+
+
+def up_to_the_end(forced: list[int], sequence: Sequence, num_before: int) -> list[int]:
+    """As much of it as the output still takes after `num_before` tokens."""
+    forced = forced[: sequence.limit - sequence.num_prompt - num_before]
+    end = next((at for at, token_id in enumerate(forced, 1) if token_id in sequence.stop_ids), len(forced))
+    return forced[:end]
 
 
 def _cannot_go_on(sequence: Sequence, num_tokens: int, why: str) -> RequestError:

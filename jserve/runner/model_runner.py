@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from jserve.request import RequestError
 from jserve.runner.batch import build
 from jserve.runner.compile_plan import SCORED_ROWS, StepShape
 from jserve.runner.forward import ServedParams
-from jserve.runner.grammar_state import GrammarState
+from jserve.runner.grammar_state import GrammarMasks, GrammarState
 from jserve.runner.host_blocks import HostBlocks
 from jserve.runner.pooling import Pooled, start_pooling
 from jserve.runner.programs import NUM_SWAPPED, DeviceState, ProgramSet, SampledColumns
@@ -41,7 +40,7 @@ class _InFlight:
     launched: float
     sampled: jax.Array | None  # i32[R, columns]
     variant: SamplerVariant | None
-    errors: dict[int, RequestError]  # of sampled rows
+    masks: GrammarMasks
     beams: jax.Array | None  # i32[at least plan.beams, 2 * NUM_CANDIDATES]
     scored: list[_Scored]
     pooled: Pooled | None
@@ -58,14 +57,17 @@ class ModelRunner:
 
     Args:
       tables: block tables by slot of each layer group, i32[num_slots, max_blocks]; read at launch.
+      jumps: tell which tokens the grammars force.
     """
 
-    def __init__(self, programs: ProgramSet, params: ServedParams, tables: tuple[np.ndarray, ...]):
+    def __init__(
+        self, programs: ProgramSet, params: ServedParams, tables: tuple[np.ndarray, ...], *, jumps: bool = True
+    ):
         self._programs = programs
         self._params = params
         self._tables = tables
         self._sampling = SamplingRows(programs.num_slots, programs.vocab_size)
-        self._grammars = GrammarState(programs.num_slots, programs.vocab_size)
+        self._grammars = GrammarState(programs.num_slots, programs.vocab_size, jumps)
         self._in_flight: deque[_InFlight] = deque()
         self._last_collected = 0.0
         self._host = programs.host_blocks()
@@ -103,8 +105,9 @@ class ModelRunner:
         self._pools, self._slot_tokens = state.pools, state.slot_tokens
         self._no_sums, self._shaping_rows = state.no_sums, state.shaping_rows
 
-    def launch(self, plan: StepPlan) -> None:
-        """Starts a step.  Takes over the pools: whatever read them before is done or queued ahead of it."""
+    def launch(self, plan: StepPlan) -> dict[int, list[int]]:
+        """Starts a step; returns what is forced (StepOutput.forced).  Takes over the pools: whatever read them before is
+        done or queued ahead of it."""
         programs = self._programs
         launched = time.perf_counter()
         for sequence in plan.admitted:
@@ -123,17 +126,18 @@ class ModelRunner:
             shape, self._params, self._pools, self._slot_tokens, packed
         )
         sampled = variant = beams = None
-        errors: dict[int, RequestError] = {}
+        masks = GrammarMasks()
         if len(plan.sampling_rows):
             variant = self._sampling.variant(plan.slots[plan.sampling_rows])
-            sampled, beams, errors = self._sample(plan, variant, sample_hidden)
+            sampled, beams, masks = self._sample(plan, variant, sample_hidden)
         scored, pooled = [], None
         if self._sampling.reads_prompt(plan.slots):  # few steps do, and finding out row by row is work on the host
             scored = self._score_prompts(plan, shape, hidden)
             pooled = start_pooling(
                 plan, self._no_sums, lambda sums, packed: programs.pool(shape, sums, hidden, packed)
             )
-        self._in_flight.append(_InFlight(plan, launched, sampled, variant, errors, beams, scored, pooled))
+        self._in_flight.append(_InFlight(plan, launched, sampled, variant, masks, beams, scored, pooled))
+        return masks.forced
 
     def save_now(self, saves: list[tuple[int, int, int]]) -> None:
         """Copies blocks (group, block, host block) to host memory, and waits for them."""
@@ -150,7 +154,8 @@ class ModelRunner:
             output.token_ids = columns.token_ids
             output.logprobs = columns.logprobs
             output.is_sound = columns.is_sound
-            output.errors = step.errors
+            output.errors = step.masks.errors
+            output.forced = step.masks.forced
             if step.variant.logprobs:
                 output.ranks, output.top_ids, output.top_logprobs = columns.ranks, columns.top_ids, columns.top_logprobs
         elif step.beams is not None:
@@ -178,27 +183,26 @@ class ModelRunner:
 
     def _sample(
         self, plan: StepPlan, variant: SamplerVariant, sample_hidden: jax.Array
-    ) -> tuple[jax.Array | None, jax.Array | None, dict[int, RequestError]]:
-        """Starts head and sampler of a step; the sampler's packed output, that for beams, and errors of rows that cannot
-        go on."""
+    ) -> tuple[jax.Array | None, jax.Array | None, GrammarMasks]:
+        """Starts head and sampler of a step; the sampler's packed output, that for beams, and the grammars' masks."""
         programs, rows = self._programs, plan.sampling_rows
         logits = programs.logits(len(rows), self._params, sample_hidden)
         beams = programs.beam_candidates(logits, plan.beams) if len(plan.beams) else None
         if len(plan.beams) == len(rows):
-            return None, beams, {}
+            return None, beams, GrammarMasks()
         packed = self._sampling.build(plan, len(logits))
         shaping = shaped = None
-        errors: dict[int, RequestError] = {}
+        masks = GrammarMasks()
         if self._sampling.shaping.is_shaped(plan.slots[rows]):
             shaping = self._sampling.shaping.build(plan, len(logits))
-            bits, errors = self._grammars.masks(  # while forward pass and head run
+            masks = self._grammars.masks(  # while forward pass and head run
                 plan, len(logits), lambda row: self._in_flight[-1].sampled_id(plan.slots[row], plan.epochs[row])
             )
-            shaped = programs.shaping.shape(logits, self._shaping_rows, self._slot_tokens, shaping, bits)
+            shaped = programs.shaping.shape(logits, self._shaping_rows, self._slot_tokens, shaping, masks.bits)
         self._slot_tokens, sampled = programs.sample(variant, logits, self._slot_tokens, packed, shaped)
         if shaping is not None:
             self._shaping_rows = programs.shaping.count(self._shaping_rows, self._slot_tokens, shaping)
-        return sampled, beams, errors
+        return sampled, beams, masks
 
     def _score_prompts(self, plan: StepPlan, shape: StepShape, hidden: jax.Array) -> list[_Scored]:
         """Starts scoring the prompt tokens of rows that asked for prompt_logprobs, SCORED_ROWS positions a call."""

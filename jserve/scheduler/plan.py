@@ -64,6 +64,8 @@ class StepOutput:
     top_ids: np.ndarray | None = None  # i32[sampled, 20]
     top_logprobs: np.ndarray | None = None  # f32[sampled, 20]
     errors: dict[int, RequestError] | None = None  # of sampled rows (by place in token_ids) that cannot go on
+    forced: dict[int, list[int]] | None = None
+    """Of sampled rows (by place in token_ids): the sampled id, and those that must follow it and need no sampling."""
     beam_ids: np.ndarray | None = None  # i32[plan.beams, 128] the most probable tokens of each, best first
     beam_logprobs: np.ndarray | None = None  # f32[plan.beams, 128]; no numbers: the row is not sound
     prompt_scores: list[PromptScores] | None = None

@@ -182,6 +182,7 @@ class Scheduler:
         self._fork_beams()
         decodes, prefills = self._slots.runnable()
         decodes = self._grow_decodes(decodes)
+        prefills = self._slots.generating_first(prefills)
         budget = self._token_budget(decodes, prefills) - len(decodes)
         chunks: list[tuple[int, int]] = []  # (slot, tokens granted)
         for slot in prefills:
@@ -192,7 +193,7 @@ class Scheduler:
             if grant := self._grant(int(slot), budget):
                 chunks.append((int(slot), grant))
                 budget -= grant
-        if self.blocks.has_windows:  # a prefill may have preempted any of them
+        if len(prefills):  # they may have preempted any of them
             decodes = decodes[self._slots.runs(decodes)]
             chunks = [chunk for chunk in chunks if self._slots.owner[chunk[0]] is not None]
         while budget > 0 and self._slots.num_free and (party := self._next_admissible()):
@@ -209,6 +210,17 @@ class Scheduler:
         """Sequences that `schedule()` ended because they outgrew the pool while alone in it."""
         outgrown, self._outgrown = self._outgrown, []
         return outgrown
+
+    def jump(self, plan: StepPlan, forced: dict[int, list[int]]) -> None:
+        """A plan that was just launched samples ids that are known, and so are some that follow (StepOutput.forced): the
+        next step computes all of them as a chunk.  Their sequences hear of them with the results."""
+        for place, token_ids in forced.items():
+            row = int(plan.sampling_rows[place])
+            slot, sequence = int(plan.slots[row]), plan.sequences[row]
+            first = sequence.num_prompt + int(plan.output_index[row])
+            end = first + len(token_ids)
+            sequence.tokens[first:end] = token_ids
+            self._slots.set_known(slot, end, is_last=token_ids[-1] in sequence.stop_ids)
 
     def applied(self, plan: StepPlan, device_seconds: float = 0.0) -> None:
         """The plan's results are on the host: its full blocks become findable by other sequences."""
@@ -274,14 +286,15 @@ class Scheduler:
             decodes = decodes[self._slots.runs(decodes)]
 
     def _grant(self, slot: int, budget: int, may_preempt: bool = True) -> int:
-        """Tokens of a prefill for this step.  Its blocks it got when it entered; where windows give blocks back as it
-        goes on, it gets them now, and where they run out less is granted, or somebody preempted."""
+        """Tokens of a chunk for this step.  Blocks for what it knew it got when it entered; for what was forced since, and
+        where windows give blocks back as it goes on, it gets them now.  Where they run out less is granted, or somebody
+        preempted."""
         slots = self._slots
         wanted = max(0, min(budget, int(slots.num_tokens[slot] - slots.num_computed[slot])))
-        if wanted == 0 or not self.blocks.has_windows:
-            return wanted
         owner, num_computed = slots.owner[slot], int(slots.num_computed[slot])
-        while slots.owner[slot] is owner:
+        if wanted == 0 or (not self.blocks.has_windows and self.blocks.grow(slot, num_computed + wanted)):
+            return wanted
+        while slots.owner[slot] is owner and slots.may_go_on(slot):
             grant = min(wanted, self.blocks.num_growable(slot) - num_computed)
             if grant > 0:
                 grown = self.blocks.grow(slot, num_computed + grant)

@@ -62,6 +62,13 @@ class Slots:
         self.num_tokens[slot] = num_tokens
         self.num_computed[slot] = num_computed
 
+    def set_known(self, slot: int, num_tokens: int, is_last: bool) -> None:
+        """What its owner's tokens are up to there is known on the host; `is_last`: it ends with them."""
+        self.num_tokens[slot] = num_tokens
+        self.fed[slot] = False
+        if is_last:
+            self.limit[slot] = num_tokens
+
     def leave(self, sequence: Sequence) -> None:
         slot = sequence.slot
         self.owner[slot] = self.tokens[slot] = None
@@ -74,6 +81,14 @@ class Slots:
     def runs(self, slots: np.ndarray) -> np.ndarray:
         """bool[n]: whether each slot has an owner that may compute more than it has."""
         return (self._rank[slots] < np.inf) & ((self.num_tokens[slots] < self.limit[slots]) | self.prompt_only[slots])
+
+    def may_go_on(self, slot: int) -> bool:
+        """`runs` of one slot."""
+        return bool(self.runs(np.array([slot]))[0])
+
+    def generating_first(self, slots: np.ndarray) -> np.ndarray:
+        """The same slots, in front those whose prompt is computed: somebody reads along with them."""
+        return slots[np.argsort(self.num_computed[slots] < self.num_prompt[slots], kind="stable")]
 
     def order(self) -> np.ndarray:
         """Slots of running sequences by (rank, order): the last one is the first to be preempted."""

@@ -18,6 +18,7 @@ from jserve.runner.fake_runner import FakeRunner
 from jserve.scheduler import POLICIES, PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits
 from jserve.scheduler.buckets import powers_up_to
 from tests.support.host_engine import beams, expected_output, group, sequence
+from tests.support.jumping_runner import JumpingRunner
 
 
 class Logged:
@@ -120,6 +121,17 @@ def test_a_replay_makes_the_same_decisions(tmp_path, capsys, overlap, num_blocks
     assert (num_blocks == 14) == (again.num_preemptions > 0)
     assert cli.main(["replay", str(engine.path)]) == 0
     assert "the same decisions" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("num_blocks", [14, 60])
+def test_jumps_over_forced_tokens_are_replayed(tmp_path, overlap, num_blocks):
+    runner = JumpingRunner(6)
+    engine = Logged(tmp_path / "steps.log", overlap=overlap, num_blocks=num_blocks, runner=runner)
+    ends = frozenset(range(0, 1000, 30))
+    engine.run(work(40, eos_token_ids=ends), *[[one] for one in work(20, seed=5)])
+    assert runner.num_forced > 30 and (num_blocks == 14) == (engine.scheduler.num_preemptions > 0)
+    assert replay(engine.path).difference is None
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -16,6 +16,7 @@ from jserve.sampling.beam_search import BeamSearch
 from jserve.scheduler import PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits, Sequence, StepPlan
 from jserve.scheduler.buckets import powers_up_to
 from tests.support.block_store import MemoryStore
+from tests.support.jumping_runner import JumpingKvRunner, JumpingRunner
 from tests.support.kv_runner import KvRunner
 
 VOCAB_SIZE = 1000
@@ -84,6 +85,8 @@ class HostEngine:
     """A tier whose transfers are done one step later."""
     checks_kv: bool = False
     """Every step reads back what attention would read."""
+    jumps: bool = False
+    """Some tokens are forced (JumpingRunner)."""
     store: MemoryStore | None = None
     plans: list[StepPlan] = field(default_factory=list)
     outgrown: list[Sequence] = field(default_factory=list)
@@ -110,9 +113,9 @@ class HostEngine:
         )
         self.scheduler = Scheduler(limits, self.blocks, policy=self.policy, preemption=self.preemption)
         self.runner = (
-            KvRunner(num_slots, VOCAB_SIZE, self.blocks, self.num_host_blocks)
+            (JumpingKvRunner if self.jumps else KvRunner)(num_slots, VOCAB_SIZE, self.blocks, self.num_host_blocks)
             if self.checks_kv
-            else FakeRunner(num_slots, VOCAB_SIZE)
+            else (JumpingRunner if self.jumps else FakeRunner)(num_slots, VOCAB_SIZE)
         )
         self.in_flight: deque[StepPlan] = deque()
 
@@ -133,7 +136,8 @@ class HostEngine:
             assert plan.num_tokens <= self.budget
             self.plans.append(plan)
             self.in_flight.append(plan)
-            self.runner.launch(plan)
+            if forced := self.runner.launch(plan):
+                self.scheduler.jump(plan, forced)
         if self.in_flight and (plan is None or len(self.in_flight) > int(self.overlap)):
             apply(self.scheduler, self.in_flight.popleft(), self.runner.collect())
         elif plan is None and not self.scheduler.awaits_tier:
