@@ -26,7 +26,7 @@ ENGINE = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.lists(REQUEST, min_size=1, max_size=10), ENGINE)
 def test_tokens_are_those_of_one_a_step(requests, shape):
     shape = shape | {"preemption": PreemptionSettings(shape["preemption"])}
