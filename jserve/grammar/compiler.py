@@ -16,7 +16,7 @@ import llguidance
 import numpy as np
 
 from jserve.grammar.json_place import find_key
-from jserve.grammar.keywords import unknown_keyword
+from jserve.grammar.keywords import drop_annotations, unknown_keyword
 from jserve.grammar.matcher import Matcher
 from jserve.request import RequestError, StructuredOutput, invalid
 from jserve.tokenizer import Tokenizer
@@ -151,6 +151,7 @@ def _read_schema(asked: StructuredOutput) -> dict:
         raise _refusal(asked, "must be a JSON object or a boolean")
     if (unknown := unknown_keyword(schema)) is not None:
         raise _refusal(asked, unknown)
+    drop_annotations(schema)
     if schema is False:
         raise _refusal(asked, "the schema false: no text satisfies it")
     return {} if schema is True else schema

@@ -17,9 +17,16 @@ _CONSTRAINTS = frozenset(
 )
 _ANNOTATIONS = frozenset(
     "title description default examples example deprecated readOnly writeOnly $comment $schema $id id $anchor "
-    "$dynamicAnchor $recursiveAnchor $vocabulary contentMediaType contentEncoding contentSchema discriminator".split()
+    "$dynamicAnchor $recursiveAnchor $vocabulary contentMediaType contentEncoding contentSchema discriminator "
+    "externalDocs errorMessage enumNames strict".split()
 )
-"""They bind nothing by definition (discriminator is OpenAPI's; pydantic writes it beside oneOf); so do x-... names."""
+"""They bind nothing by definition (discriminator is OpenAPI's; pydantic writes it beside oneOf, form builders the last
+three); so do x-... names."""
+_ENFORCED_FORMATS = frozenset("date date-time time duration email hostname ipv4 ipv6 uuid uri unknown".split())
+_OTHER_FORMATS = frozenset(
+    "idn-email idn-hostname uri-reference iri iri-reference uri-template json-pointer relative-json-pointer regex".split()
+)
+"""JSON Schema's own that llguidance lacks; what JSON Schema does not define (binary, password) is an annotation."""
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = (
     "items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",
@@ -28,19 +35,33 @@ _SCHEMAS = (
 
 
 def unknown_keyword(schema: object) -> str | None:
-    """What is wrong with the first keyword that nobody knows, with its JSON pointer; None where all are known."""
-    stack = [("#", schema)]
-    while stack:
-        place, node = stack.pop()
-        if not isinstance(node, dict):
-            continue
+    """What is wrong with the first keyword or format that nobody can hold, with its JSON pointer; None where there is none."""
+    for place, node in _schemas_in(schema):
+        if isinstance(node.get("format"), str) and node["format"] in _OTHER_FORMATS:
+            return f"format {node['format']!r} at {place}/format is not supported"
         for key in node:
             if key not in _CONSTRAINTS and key not in _ANNOTATIONS and not key.startswith("x-"):
                 near = difflib.get_close_matches(key, _CONSTRAINTS, n=1)
                 hint = f"; did you mean {near[0]}?" if near else ""
                 return f"unknown keyword at {place}/{_escaped(key)}{hint}"
-        stack.extend(reversed(list(_subschemas(place, node))))
     return None
+
+
+def drop_annotations(schema: object) -> None:
+    """Takes out, in place, what binds nothing and llguidance would refuse: formats that JSON Schema does not define."""
+    for _, node in _schemas_in(schema):
+        if isinstance(node.get("format"), str) and node["format"] not in _ENFORCED_FORMATS:
+            del node["format"]
+
+
+def _schemas_in(schema: object) -> Iterator[tuple[str, dict]]:
+    """(JSON pointer, schema) of the schema and all below it."""
+    stack = [("#", schema)]
+    while stack:
+        place, node = stack.pop()
+        if isinstance(node, dict):
+            yield place, node
+            stack.extend(reversed(list(_subschemas(place, node))))
 
 
 def _subschemas(place: str, node: dict) -> Iterator[tuple[str, object]]:

@@ -150,3 +150,20 @@ def test_annotations_and_names_of_properties_are_no_keywords(compiler):
     schema = {"title": "t", "x-order": 1, "$comment": "c", "type": "object", "default": {"minimun": 1},
               "properties": {"minimun": {"const": {"nullable": True}}, "enum": {"enum": [{"a": 1}]}}}
     compiler.compile(StructuredOutput("json_schema", json.dumps(schema)))
+
+
+def test_formats_that_json_schema_does_not_define_bind_nothing(compiler):
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": "binary"}, "key": {
+        "anyOf": [{"type": "string", "format": "password"}, {"type": "string", "format": "ipvanyaddress"}]}},
+        "errorMessage": "no", "strict": True}  # fmt: skip
+    compiler.compile(StructuredOutput("json_schema", json.dumps(schema)))
+
+
+def test_formats_that_json_schema_defines_are_kept_or_refused_with_their_place(compiler, tokenizer):
+    date = compiler.compile(StructuredOutput("json_schema", '{"type": "string", "format": "date"}')).start()
+    assert not date.consume(tokenizer.encode('"no date"', add_special=False))
+    schema = json.dumps({"properties": {"where": {"type": "string", "format": "uri-reference"}}})
+    with pytest.raises(RequestError, match="'uri-reference' at #/properties/where/format"):
+        compiler.compile(StructuredOutput("json_schema", schema))
+    with pytest.raises(RequestError, match="json_schema"):
+        compiler.compile(StructuredOutput("json_schema", '{"type": "string", "format": {}}'))
