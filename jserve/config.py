@@ -100,7 +100,7 @@ class CompileSection:
     cache_dir: str = field(default_factory=_default_cache_dir)
     """Folder of the persistent compile cache (and of fetched models); created where missing."""
     bundle: str | None = None
-    """Folder of `jserve compile` with the executables of exactly this config; nothing is compiled. unset: none."""
+    """Folder (or gs://bucket/folder) of `jserve compile`: executables of exactly this config; nothing is compiled. unset: none."""
     token_buckets: tuple[int, ...] | None = None
     """Token buckets of mixed steps. auto: powers of two from 16 up to max_num_batched_tokens, which is always one."""
     sequence_buckets: tuple[int, ...] | None = None

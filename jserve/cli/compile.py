@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
+import tempfile
 import time
 
 from jserve.cli.command import Command
@@ -14,7 +16,7 @@ from jserve.cli.progress import StartReport
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser)
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder to make; must not be there yet")
+    parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder to make, here or gs://bucket/folder; must not be there yet")
     parser.add_argument(
         "--target", metavar="TPU",
         help="v4, v5e, v5p, v6e, tpu7x, or v5e-8 and such, without having one (needs libtpu) [this machine]",
@@ -28,23 +30,30 @@ def run(arguments: argparse.Namespace) -> int:
 
         targets.configure_environment()  # before jax starts
     from jserve.engine.bundle import compile_bundle
+    from jserve.runner.bundle import NAME
     from jserve.weights.fetch import with_model_on_disk
+    from jserve.weights.remote import to_bucket
 
     report, began = StartReport(), time.perf_counter()
     try:
         config = with_model_on_disk(config_from(arguments), report.line)
-        bundle = compile_bundle(config, arguments.out, arguments.target, report)
+        with contextlib.ExitStack() as stack:
+            is_bucket = "://" in arguments.out
+            folder = stack.enter_context(tempfile.TemporaryDirectory()) + "/bundle" if is_bucket else arguments.out
+            bundle = compile_bundle(config, folder, arguments.target, report)
+            if is_bucket:
+                to_bucket(bundle.folder, arguments.out, NAME, f"--out {arguments.out}")
     finally:
         report.close()
     num_bytes, seconds = sum(entry["num_bytes"] for entry in bundle.programs.values()), time.perf_counter() - began
     if arguments.json:
-        print(json.dumps({"path": str(bundle.folder), "num_programs": len(bundle.programs), "num_bytes": num_bytes,
+        print(json.dumps({"path": arguments.out if is_bucket else str(bundle.folder), "num_programs": len(bundle.programs), "num_bytes": num_bytes,
                           "num_blocks": bundle.num_blocks, "seconds": round(seconds, 1),
                           "device": bundle.facts["device"]}))
         return 0
     print(f"{len(bundle.programs)} programs for {bundle.facts['device']}, {num_bytes / 1e6:,.0f} MB, {seconds:.1f} s",
           file=sys.stderr)
-    print(bundle.folder)
+    print(arguments.out if is_bucket else bundle.folder)
     return 0
 
 
@@ -57,6 +66,7 @@ COMMAND = Command(
 examples:
   jserve compile --model smollm2-135m --out ./bundle
   jserve serve --model smollm2-135m --bundle ./bundle
+  jserve compile --model smollm2-135m --out gs://bucket/bundle    then: serve --bundle gs://bucket/bundle
   jserve compile --model ./llama-3.2-1b --target v5e --kv.num_blocks 4096 --out ./bundle-v5e
 
 A bundle serves exactly one config on one kind of device with one version of jax and of jserve; anything else is refused

@@ -49,6 +49,7 @@ from jserve.weights import manifest
 from jserve.weights.checkpoint import Checkpoint, open_checkpoint
 from jserve.weights.errors import WeightsError
 from jserve.weights.load import LoadedModel, load_model
+from jserve.weights.remote import from_bucket
 from pallas_kernels.paged_attention import PoolLayout, choose, layout
 
 KV_DTYPES = {
@@ -150,6 +151,13 @@ def _quantize(config: Config) -> str | None:
     return None if config.model.quantize == "none" else config.model.quantize
 
 
+def _bundle_on_disk(config: Config, report: Report) -> str | Path:
+    if "://" not in config.compile.bundle:
+        return config.compile.bundle
+    cache_dir = Path(config.compile.cache_dir).expanduser()
+    return from_bucket(config.compile.bundle, cache_dir, report.line, setting="compile.bundle")
+
+
 def assemble_engine(
     config: Config, model: LoadedModel, tokenizer: Tokenizer, report: Report, placement: Placement
 ) -> AsyncEngine:
@@ -157,7 +165,7 @@ def assemble_engine(
     counter = CompileCounter(forbid=config.compile.forbid_compile)
     plan = make_compile_plan(config)
     layouts = pool_layouts(model.config, config, placement)
-    bundle = None if config.compile.bundle is None else open_bundle(config.compile.bundle)
+    bundle = None if config.compile.bundle is None else open_bundle(_bundle_on_disk(config, report))
     if bundle is not None and config.kv.num_blocks is None and config.kv.memory_bytes is None:
         config = config.replace("kv", num_blocks=bundle.num_blocks)  # what its programs were made for
     memory = size_pool(model.config, placement.bytes_per_device(model.params), config, placement, plan)

@@ -1,6 +1,7 @@
-"""Models that lie elsewhere: on the Hugging Face hub (`hf:org/name`), or in a bucket (`gs://bucket/folder`).
+"""Models that lie elsewhere: on the Hugging Face hub (`hf:org/name`), or in a bucket (`gs://bucket/folder`); so may
+compile bundles.
 
-Both are copied to local disk once, file by file, and load from there like any other: a tensor at a time.  So the disk
+They are copied to local disk once, file by file, and load from there like any other: a tensor at a time.  So the disk
 needs room for the model, and host memory does not.
 """
 
@@ -71,30 +72,47 @@ def from_hugging_face(name: str, report: Report) -> Path:
     raise ConfigError(f"model.path = 'hf:{name}': cannot be fetched: {why}")
 
 
-def from_bucket(url: str, cache_dir: Path, report: Report) -> Path:
-    """The local copy of a folder or a GGUF in a bucket.  What changed in the bucket since is copied again; a copy that
+def from_bucket(url: str, cache_dir: Path, report: Report, setting: str = "model.path") -> Path:
+    """The local copy of a folder or a file in a bucket, which `setting` names.  What changed in the bucket since is copied again; a copy that
     was interrupted goes on with the next file.
 
-    Raises ConfigError, naming the model and what would do.
+    Raises ConfigError, naming setting, URL and what would do.
     """
-    filesystem, path = _open(url)
+    what = f"{setting} = {url!r}"
+    filesystem, path = _open(what, url)
     target = cache_dir / "models" / f"{hashlib.sha256(url.rstrip('/').encode()).hexdigest()[:16]}-{Path(path).name}"
-    with _one_line(url, target):
+    with _one_line(what, f"copied to {target}"):
         listed = {name: entry for name, entry in filesystem.find(path, detail=True).items() if _is_wanted(name)}
         if not listed:
-            raise ConfigError(f"model.path = {url!r}: nothing is there")
+            raise ConfigError(f"{what}: nothing is there")
         is_file = list(listed) == [path.rstrip("/")]
         prefix = len(path.rstrip("/")) + 1
         entries = {Path(path).name if is_file else name[prefix:]: entry for name, entry in listed.items()}
         for name in entries:
             if name.startswith("/") or ".." in Path(name).parts:
-                raise ConfigError(f"model.path = {url!r}: {name!r} is no name of a file within it")
+                raise ConfigError(f"{what}: {name!r} is no name of a file within it")
         target.mkdir(parents=True, exist_ok=True)
-        _copy(filesystem, entries, target, url, report)
+        _copy(filesystem, entries, target, what, url, report)
     return target / Path(path).name if is_file else target
 
 
-def _open(url: str) -> tuple[Any, str]:
+def to_bucket(folder: Path, url: str, last: str, what: str) -> None:
+    """Copies a folder of files to a bucket, `last` after all others: where it is, all is there.
+
+    Raises ConfigError, beginning with `what`, also where the place is taken.
+    """
+    filesystem, path = _open(what, url)
+    path = path.rstrip("/")
+    with _one_line(what, "written"):
+        if filesystem.exists(path) and filesystem.find(path):
+            raise ConfigError(f"{what}: already there; remove it, or name another folder")
+        names = sorted((name for name in os.listdir(folder)), key=lambda name: (name == last, name))
+        for name in names:
+            with (folder / name).open("rb") as source, filesystem.open(f"{path}/{name}", "wb") as sink:
+                shutil.copyfileobj(source, sink, _CHUNK_BYTES)
+
+
+def _open(what: str, url: str) -> tuple[Any, str]:
     import fsspec
 
     try:
@@ -102,12 +120,12 @@ def _open(url: str) -> tuple[Any, str]:
     except ImportError:
         protocol = url.partition("://")[0]
         raise ConfigError(
-            f"model.path = {url!r}: {protocol}:// needs gcsfs; try: pip install 'jserve[gcs]', or copy it to a folder "
+            f"{what}: {protocol}:// needs gcsfs; try: pip install 'jserve[gcs]', or copy it to a folder "
             "(gcloud storage cp -r) and name that"
         ) from None
 
 
-def _copy(filesystem: Any, entries: Mapping[str, dict], target: Path, url: str, report: Report) -> None:
+def _copy(filesystem: Any, entries: Mapping[str, dict], target: Path, what: str, url: str, report: Report) -> None:
     known = _read_listing(target)
     facts = {name: _facts(entry) for name, entry in entries.items()}
     stale = [name for name in entries if known.get(name) != facts[name] or not (target / name).is_file()]
@@ -118,7 +136,7 @@ def _copy(filesystem: Any, entries: Mapping[str, dict], target: Path, url: str, 
     needed, free = sum(entries[name]["size"] for name in stale), shutil.disk_usage(target).free
     if needed > free:
         raise ConfigError(
-            f"model.path = {url!r}: {needed / 1e9:.1f} GB are needed in {target}, {free / 1e9:.1f} GB are free"
+            f"{what}: {needed / 1e9:.1f} GB are needed in {target}, {free / 1e9:.1f} GB are free"
         )
     report(f"fetching {url} ({len(stale)} files, {needed / 1e6:,.0f} MB) into {target}")
     # config.json last: without it nothing loads.
@@ -129,7 +147,7 @@ def _copy(filesystem: Any, entries: Mapping[str, dict], target: Path, url: str, 
             shutil.copyfileobj(source, sink, _CHUNK_BYTES)
         found, expected = part.stat().st_size, entries[name]["size"]
         if found != expected:
-            raise ConfigError(f"model.path = {url!r}: {name} ended after {found} of {expected} bytes")
+            raise ConfigError(f"{what}: {name} ended after {found} of {expected} bytes")
         os.replace(part, target / name)
         known = {**{name: fact for name, fact in known.items() if name in entries}, name: facts[name]}
         (target / _LISTING).write_text(json.dumps(known))
@@ -153,17 +171,17 @@ def _is_wanted(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _one_line(url: str, target: Path) -> Iterator[None]:
+def _one_line(what: str, doing: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
-        raise ConfigError(f"model.path = {url!r}: nothing is there") from None
+        raise ConfigError(f"{what}: nothing is there") from None
     except OSError as error:  # the disk, the network, no permission
-        raise ConfigError(f"model.path = {url!r}: cannot be copied to {target}: {error.strerror or error}") from None
+        raise ConfigError(f"{what}: cannot be {doing}: {error.strerror or error}") from None
     except ConfigError:
         raise
     except Exception as error:  # the client of the bucket raises its own kinds
-        raise ConfigError(f"model.path = {url!r}: cannot be fetched: {_first_line(error)}") from None
+        raise ConfigError(f"{what}: cannot be {doing}: {_first_line(error)}") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import fsspec
 import jax
 import pytest
 
@@ -12,6 +13,7 @@ from jserve.config import ConfigError
 from jserve.engine.build import build_engine
 from jserve.engine.bundle import compile_bundle
 from jserve.runner.bundle import NAME, open_bundle
+from jserve.weights.remote import to_bucket
 from tests.support.engines import config_for
 from tests.support.tiny_models import naive_generate, random_gguf
 
@@ -111,3 +113,17 @@ def test_what_is_in_the_way_or_missing_is_said(model, bundle, tmp_path):
         compile_bundle(config_for(model), tmp_path / "bundle", "v1")
     assert list(tmp_path.iterdir()) == []
     assert dataclasses.asdict(open_bundle(bundle.folder)) == dataclasses.asdict(bundle)
+
+
+def test_a_bundle_may_lie_in_a_bucket(model, bundle, tmp_path, monkeypatch):
+    memory, real = fsspec.filesystem("memory"), fsspec.core.url_to_fs
+    memory.store.clear()
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url: real(url.replace("gs://", "memory://")))
+    to_bucket(bundle.folder, "gs://bucket/bundle", NAME, "--out gs://bucket/bundle")
+    with pytest.raises(ConfigError, match="--out gs://bucket/bundle: already there"):
+        to_bucket(bundle.folder, "gs://bucket/bundle", NAME, "--out gs://bucket/bundle")
+    paths = {"bundle": "gs://bucket/bundle", "cache_dir": str(tmp_path)}
+    engine = build_engine(config_for(model, compile=paths))
+    engine.stop()
+    with pytest.raises(ConfigError, match="compile.bundle = 'gs://bucket/other': nothing is there"):
+        build_engine(config_for(model, compile=paths | {"bundle": "gs://bucket/other"}))
