@@ -71,8 +71,8 @@ async def _phase(
     async with AsyncClient(server.address) as client:
 
         async def watch() -> None:
-            while not stopping.is_set():
-                samples.append(server.resident_bytes())
+            while not stopping.is_set() and (num_bytes := server.resident_bytes()):  # 0: it has ended
+                samples.append(num_bytes)
                 await asyncio.sleep(EVERY_S)
 
         callers = [
