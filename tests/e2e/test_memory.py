@@ -16,7 +16,7 @@ from jserve.bench.driver import Conversation, drive
 from jserve.bench.load import RandomLoad
 from jserve.bench.target import Target, stream_of
 from jserve.server.async_client import AsyncClient
-from tests.support.served import Served, served
+from tests.support.served import Served, growth_of, served
 from tests.support.tiny_models import random_gguf
 
 NUM_STREAMS = 32
@@ -40,9 +40,7 @@ def test_memory_is_flat_under_load(tmp_path, request):
         samples = asyncio.run(_under_load(server, 60 * minutes))
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
-    counted = samples[int(WARM_SHARE * len(samples)) :]
-    quarter = max(1, len(counted) // 4)
-    first, last = (sum(part) / len(part) for part in (counted[:quarter], counted[-quarter:]))
+    first, last = growth_of(samples, WARM_SHARE)
     print(f"\nmemory: {first / 2**20:.1f} MiB early, {last / 2**20:.1f} MiB late, {len(samples)} samples")
     assert last - first < MAX_GROWTH_BYTES
 

@@ -19,7 +19,7 @@ import pytest
 from jserve.request import Code, EarlyStopping, GenerateRequest, RequestError, SamplingParams
 from jserve.server.async_client import AsyncClient
 from tests.support.http_server import events, post
-from tests.support.served import Served, served
+from tests.support.served import Served, growth_of, served
 from tests.support.tiny_models import random_gguf
 
 NUM_CALLERS = 16
@@ -54,9 +54,7 @@ def test_soak_of_mixed_load_with_restarts(tmp_path, request):
             if phase == 2:
                 server.process.send_signal(signal.SIGTERM)
             assert server.process.wait(60) == 0
-        counted = samples[int(WARM_SHARE * len(samples)) :]
-        quarter = max(1, len(counted) // 4)
-        first, last = (sum(part) / len(part) for part in (counted[:quarter], counted[-quarter:]))
+        first, last = growth_of(samples, WARM_SHARE)
         print(f"soak: phase {phase + 1}: {first / 2**20:.1f} MiB early, {last / 2**20:.1f} MiB late; so far {dict(done)}")
         assert last - first < MAX_GROWTH_BYTES
     assert all(done[what] for what in ("grpc", "http", "streamed", "left", "refused", "beams")), done

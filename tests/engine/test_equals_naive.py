@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import random
 
 import pytest
 
 from jserve.request import FinishReason
 from jserve.weights.load import load_model
-from tests.support.engines import request, run, running_engine, token_ids, wait_idle
+from tests.support.arrivals import assert_as_naive, force_preemptions, ids_under_arrivals
+from tests.support.engines import request, run, running_engine, token_ids
 from tests.support.tiny_models import full_logits, random_gguf
 
 LONGEST = 64
@@ -64,40 +64,10 @@ def test_tokens_equal_the_naive_ones_under_arrivals_and_cancels(heads, settings,
     with running_engine(path, **SETTINGS[settings]) as engine:
         if settings == "preempted every fifth step":
             force_preemptions(engine)
-
-        async def one(prompt, num_tokens, delay_s, cancels):
-            await asyncio.sleep(delay_s)
-            got: list[int] = []
-            updates = engine.generate(request(prompt, num_tokens, ignore_eos=True))
-            async for update in updates:
-                got += [token for delta in update.outputs for token in delta.token_ids]
-                if cancels:
-                    break
-            await updates.aclose()
-            return got
-
-        async def everything():
-            return await asyncio.gather(*(one(*item) for item in work))
-
-        results = run(everything())
-        wait_idle(engine)
+        results = ids_under_arrivals(engine, work)
         if settings == "preempted every fifth step":
             assert engine.loads().num_preemptions > 0
-    for (prompt, num_tokens, _, cancels), got in zip(work, results):
-        want = expected(path, prompt, 20)[:num_tokens]
-        assert got == (want[: len(got)] if cancels else want)
-
-
-def force_preemptions(engine) -> None:
-    """Preempts the last running sequence after every fifth step, whatever is in flight."""
-    check, steps = engine._loop.on_step, itertools.count(1)
-
-    def on_step(scheduler) -> None:
-        if next(steps) % 5 == 0 and (running := scheduler.running()):
-            scheduler._preempt(running[-1])
-        check(scheduler)
-
-    engine._loop.on_step = on_step
+    assert_as_naive(work, results, lambda prompt, num_tokens: expected(path, prompt, 20)[:num_tokens])
 
 
 def test_every_bucket_gives_the_same_tokens(tmp_path, expected):

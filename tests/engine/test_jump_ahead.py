@@ -8,7 +8,7 @@ import random
 import pytest
 
 from jserve.request import FinishReason
-from tests.engine.test_equals_naive import force_preemptions
+from tests.support.arrivals import force_preemptions
 from tests.support.engines import answers, request, running_engine, wait_idle
 from tests.support.json_schemas import random_schema
 from tests.support.tiny_models import random_gguf

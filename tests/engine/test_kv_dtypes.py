@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 
 from jserve.config import Config, ConfigError
 from jserve.engine.build import resolve_automatic
+from tests.support.arrivals import force_preemptions
 from tests.support.engines import answers, request, running_engine
 from tests.support.tiny_models import random_gguf
 
@@ -34,14 +33,7 @@ def test_whatever_happens_to_blocks_their_values_and_scales_go_with_them(path, d
         alone = [answers(engine, [one])[0] for one in work()]
     small = {"dtype": dtype, "block_size": 4, "num_blocks": 40, "memory_bytes": None, "preemption": "swap"}
     with running_engine(path, kv=small) as engine:
-        check, steps = engine._loop.on_step, itertools.count(1)
-
-        def on_step(scheduler) -> None:
-            if next(steps) % 5 == 0 and (running := scheduler.running()):
-                scheduler._preempt(running[-1])
-            check(scheduler)
-
-        engine._loop.on_step = on_step
+        force_preemptions(engine)
         together = answers(engine, work())
         loads = engine.loads()
     assert loads.num_swap_preemptions > 3 and loads.swapped_in_bytes > 0

@@ -9,7 +9,7 @@ import pytest
 
 from jserve.request import FinishReason
 from jserve.weights.load import load_model
-from tests.engine.test_equals_naive import force_preemptions
+from tests.support.arrivals import force_preemptions
 from tests.support.engines import answers, request, run, running_engine
 from tests.support.tiny_models import naive_generate, random_gguf
 

@@ -14,7 +14,7 @@ from scipy import stats
 
 from jserve.request import SamplingParams
 from jserve.weights.load import load_model
-from tests.engine.test_equals_naive import force_preemptions
+from tests.support.arrivals import force_preemptions
 from tests.sampling import reference
 from tests.sampling.reference import Row
 from tests.support.engines import answers, request, run, running_engine, token_ids, wait_idle

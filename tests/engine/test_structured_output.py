@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from jserve.request import Code, FinishReason, RequestError
-from tests.engine.test_equals_naive import force_preemptions
+from tests.support.arrivals import force_preemptions
 from tests.support.engines import answers, request, run, running_engine, token_ids, wait_idle
 from tests.support.json_schemas import random_schema
 from tests.support.tiny_models import random_gguf

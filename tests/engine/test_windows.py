@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 import random
 
 import numpy as np
 import pytest
 
 from jserve.weights.load import load_model
-from tests.support.engines import answers, request, run, running_engine, token_ids, wait_idle
+from tests.support.arrivals import assert_as_naive, force_preemptions, ids_under_arrivals
+from tests.support.engines import answers, request, running_engine, token_ids
 from tests.support.tiny_models import full_logits, transformers_model
 from tests.support.tokenizer_folders import tiny_byte_level_tokenizer
 
@@ -104,37 +103,12 @@ def test_tokens_equal_the_naive_ones_under_preemption_in_a_small_pool(model, kin
     naive, items = Naive(folder), work(random.Random(kind))
     settings = {**SMALL, "kv": {**SMALL["kv"], "preemption": kind}}
     with running_engine(folder, **settings) as engine:
-        check, steps = engine._loop.on_step, itertools.count(1)
-
-        def on_step(scheduler) -> None:
-            if next(steps) % 7 == 0 and (running := scheduler.running()):
-                scheduler._preempt(running[-1])
-            check(scheduler)
-
-        engine._loop.on_step = on_step
-
-        async def one(prompt, num_tokens, delay_s, cancels):
-            await asyncio.sleep(delay_s)
-            got: list[int] = []
-            updates = engine.generate(request(prompt, num_tokens, ignore_eos=True))
-            async for update in updates:
-                got += [token for delta in update.outputs for token in delta.token_ids]
-                if cancels:
-                    break
-            await updates.aclose()
-            return got
-
-        async def everything():
-            return await asyncio.gather(*(one(*item) for item in items))
-
-        results = run(everything())
-        wait_idle(engine)
+        force_preemptions(engine, every=7)
+        results = ids_under_arrivals(engine, items)
         loads = engine.loads()
         assert loads.num_preemptions > 3 and (loads.num_swap_preemptions > 0) == (kind == "swap")
         assert loads.prefix_cache_hit_tokens > 0
-    for (prompt, num_tokens, _, cancels), got in zip(items, results):
-        want = naive(prompt, num_tokens)
-        assert got == (want[: len(got)] if cancels else want)
+    assert_as_naive(items, results, naive)
 
 
 def test_samples_and_beams_are_the_same_alone_and_in_a_small_pool(model):

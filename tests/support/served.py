@@ -27,6 +27,13 @@ class Served:
         return 0
 
 
+def growth_of(samples: Sequence[int], warm_share: float) -> tuple[float, float]:
+    """(early, late) bytes: means of the first and last quarter of what was seen after `warm_share` of the time."""
+    counted = samples[int(warm_share * len(samples)) :]
+    quarter = max(1, len(counted) // 4)
+    return sum(counted[:quarter]) / quarter, sum(counted[-quarter:]) / quarter
+
+
 @contextlib.contextmanager
 def served(flags: Sequence[str], log: Path) -> Iterator[Served]:
     """A server that is ready; killed at the end if it still runs.  stderr goes to `log`."""
