@@ -1,6 +1,6 @@
 """Every setting of jserve, in one place: frozen dataclasses, one line of doc under each field.
 
-`auto` (None) values are resolved once, in `jserve.engine.build`, and the resolved values are stored in a new config.
+`auto` (None) values are resolved once, in `jserve.engine.settings`, and the resolved values are stored in a new config.
 Nothing else in jserve reads an environment variable to decide how it behaves.
 """
 

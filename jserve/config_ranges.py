@@ -1,6 +1,6 @@
 """Values that no machine and no model could make right, refused before anything is loaded.
 
-What depends on the machine or the model is checked where it is known (`jserve.engine.build`, `jserve.runner.memory`).
+What depends on the machine or the model is checked where it is known (`jserve.engine.settings`, `jserve.engine.pool_size`).
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ async def start_engine(config: Config, report):
     """
 
     def build():
-        from jserve.engine.build import build_engine, check_settings
+        from jserve.engine.build import build_engine
+        from jserve.engine.settings import check_settings
         from jserve.weights.fetch import with_model_on_disk
 
         check_settings(config)  # a bad one should not cost a fetch and a load

@@ -55,7 +55,8 @@ def reports(target: str, model: str, size: int = 1, quantize: str = "none", buck
     """A report of each program.  ConfigError, before anything is compiled, where the model does not divide or fit."""
     import jax
 
-    from jserve.engine.build import make_programs, pool_layouts, size_pool
+    from jserve.engine.build import make_programs
+    from jserve.engine.pool_size import pool_layouts, size_pool
     from jserve.models.registry import model_code
     from jserve.models.spec import shapes
     from jserve.parallel.placement import on_devices
@@ -120,7 +121,7 @@ def wanted(programs, bucket: str) -> dict:
 def settings(model, placement, quantize: str):
     """The config that an engine would resolve, with one mixed bucket and the smallest and largest of decodes."""
     from jserve.config import Config, ConfigError
-    from jserve.engine.build import resolve_automatic, resolve_block_size
+    from jserve.engine.settings import resolve_automatic, resolve_block_size
     from jserve.models.config import ModelError
 
     platform = placement.devices[0].platform

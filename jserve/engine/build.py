@@ -1,7 +1,4 @@
-"""Builds an engine from a config: resolves what is automatic, loads the model, sizes the pool, compiles the plan.
-
-The one place where "auto" becomes a value; the resolved values are stored in a new config.
-"""
+"""Builds an engine from a config: resolves what is automatic, loads the model, sizes the pool, compiles the plan."""
 
 from __future__ import annotations
 
@@ -11,54 +8,42 @@ from collections.abc import Callable
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 
 from jserve.config import Config, ConfigError
-from jserve.config_ranges import check_ranges
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.info import ModelInfo
 from jserve.engine.loop import EngineLoop
+from jserve.engine.pool_size import check_model_fits, count_host_blocks, pool_layouts, quantization, size_pool
+from jserve.engine.settings import check_settings, policy_settings, read_generation_defaults, resolve_automatic
 from jserve.engine.step_log import KvSettings, StepLog
 from jserve.engine.streams import OutputThread
 from jserve.engine.tier_end import keep_cached
 from jserve.kv import BlockManager
 from jserve.kv.block_keys import root_key
 from jserve.metrics import Histograms, RequestCounts
-from jserve.models.config import LayerGroup, ModelConfig, ModelError
+from jserve.models.config import ModelConfig
 from jserve.models.inputs import attention_spec
 from jserve.models.registry import model_code
-from jserve.models.spec import num_parameters, shapes
+from jserve.models.spec import num_parameters
 from jserve.parallel.placement import Placement, on_devices
 from jserve.runner.bundle import Bundle, open_bundle
-from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, make_compile_plan
+from jserve.runner.compile_plan import CompilePlan, make_compile_plan
 from jserve.runner.compiler import CompileCounter
 from jserve.runner.executable_store import ExecutableStore, environment_facts, fingerprint
-from jserve.runner.memory import GroupMemory, MemoryPlan, available_host_bytes, plan_memory
+from jserve.runner.memory import MemoryPlan
 from jserve.runner.model_runner import ModelRunner
 from jserve.runner.programs import ProgramSet
 from jserve.sampling.fields import SUPPORTED
 from jserve.sampling.limits import ModelLimits
-from jserve.sampling.shaping import BYTES_PER_ID
-from jserve.sampling.validate import generation_defaults
-from jserve.scheduler import PolicySettings, PreemptionSettings, Scheduler, SchedulerLimits
-from jserve.scheduler.policies import parse_weights
+from jserve.scheduler import PreemptionSettings, Scheduler, SchedulerLimits
 from jserve.scheduler.seating import STEP_TOKENS
 from jserve.tiers.disk_store import DiskStore
 from jserve.tokenizer import Tokenizer, TokenizerError, from_folder, from_gguf
 from jserve.weights import manifest
-from jserve.weights.checkpoint import Checkpoint, open_checkpoint
-from jserve.weights.errors import WeightsError
+from jserve.weights.checkpoint import open_checkpoint
 from jserve.weights.load import LoadedModel, load_model
 from jserve.weights.remote import from_bucket
-from pallas_kernels.paged_attention import PoolLayout, choose, layout
-
-KV_DTYPES = {
-    "f32": "float32", "f16": "float16", "bf16": "bfloat16", "int8": "int8", "fp8": "fp8",
-    "float32": "float32", "float16": "float16", "bfloat16": "bfloat16",
-}  # fmt: skip
-"""What kv.dtype may be -> what it is called from then on."""
-MOST_HOST_BYTES = 4 * 2**30
-"""Of host memory for swapping, where nothing else is asked."""
+from pallas_kernels.paged_attention import PoolLayout, choose
 
 
 class Report:
@@ -96,7 +81,7 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
     model = load_model(
         checkpoint,
         config.model.dtype,
-        quantize=_quantize(config),
+        quantize=quantization(config),
         context_length=config.model.context_length,
         placement=placement,
         progress=lambda done, total: report.progress("load weights", done, total),
@@ -117,38 +102,6 @@ def place(config: Config) -> Placement:
 def describe(placement: Placement) -> str:
     platform, count = placement.devices[0].platform, placement.num_shards
     return platform if count == 1 else f"{count} {platform} devices"
-
-
-def check_model_fits(
-    checkpoint: Checkpoint, config: Config, placement: Placement, device_bytes: int | None = None
-) -> tuple[Config, MemoryPlan]:
-    """Refuses, before weights are read, a model that does not divide or does not fit.
-
-    Returns:
-      The config with its block size, and the memory plan as far as it can be told without the weights.
-    Raises:
-      ConfigError, WeightsError: with the numbers.
-    """
-    try:
-        model = checkpoint.config.with_context_length(config.model.context_length)
-        code = model_code(model)
-    except ModelError as error:
-        raise WeightsError(f"{checkpoint.path}: {error}") from None
-    try:
-        shard = model.shard(placement.num_shards, placement.axis)
-    except ModelError as error:
-        raise ConfigError(f"parallel.{error}") from None
-    config = resolve_block_size(config, shard, placement.devices[0].platform)
-    specs = code.param_specs(model, config.model.dtype, placement.num_shards, _quantize(config))
-    weight_bytes = placement.bytes_per_device(shapes(specs, placement))
-    plan = make_compile_plan(config)
-    return config, size_pool(
-        model, weight_bytes, config, placement, plan, is_loaded=False, device_bytes=device_bytes
-    )
-
-
-def _quantize(config: Config) -> str | None:
-    return None if config.model.quantize == "none" else config.model.quantize
 
 
 def _bundle_on_disk(config: Config, report: Report) -> str | Path:
@@ -244,83 +197,6 @@ def _ready_runner(
     return runner
 
 
-def check_settings(config: Config) -> None:
-    """Raises the ConfigErrors that need no model."""
-    make_compile_plan(resolve_automatic(config, jax.default_backend()))
-    if config.compile.deterministic and config.kernel.attention not in (None, "aligned"):
-        raise ConfigError(f"kernel.attention = {config.kernel.attention!r}: with compile.deterministic it is aligned")
-    if config.compile.deterministic and config.parallel.tensor_parallel_size > 1:
-        raise ConfigError("compile.deterministic = True: on one device only (parallel.tensor_parallel_size)")
-    if (path := config.scheduler.step_log) is not None and not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"scheduler.step_log = {path!r}: its folder does not exist")
-
-
-def resolve_automatic(config: Config, platform: str) -> Config:
-    """Fills every None that depends on the platform; checks the values that nothing later would.
-
-    Raises:
-      ConfigError: naming key and value.
-    """
-    check_ranges(config)
-    on_cpu = platform == "cpu"
-
-    def default(section: str, **values: object) -> None:
-        nonlocal config
-        current = getattr(config, section)
-        config = config.replace(section, **{k: v for k, v in values.items() if getattr(current, k) is None})
-
-    default("model", dtype="float32" if on_cpu else "bfloat16")
-    default("kv", dtype="float32" if on_cpu else config.model.dtype)
-    default("scheduler", max_num_seqs=64 if on_cpu else 256)
-    budget = 512 if on_cpu else 2048
-    if config.compile.deterministic:  # tiles gain nothing from large steps, and the one program moves all its rows
-        budget = max(128, config.scheduler.max_num_seqs)
-    default("scheduler", max_num_batched_tokens=budget)
-    default("compile", num_threads=os.cpu_count() or 1)
-    config = config.replace("kv", dtype=KV_DTYPES[config.kv.dtype])
-    if config.kv.dtype == "int8" and not on_cpu:
-        raise ConfigError(
-            f"kv.dtype = 'int8': needs scales, which only the CPU's pool has; on {platform} fp8 has one byte and none"
-        )
-    policy_settings(config)
-    return config
-
-
-def resolve_block_size(config: Config, shard: ModelConfig, platform: str) -> Config:
-    """Fills kv.block_size; `shard` is the part of the model that one device runs."""
-    if config.kv.block_size is not None:
-        return config
-    if platform == "cpu":
-        return config.replace("kv", block_size=32)
-    # A block of a single head is so small a copy that its start shows.
-    return config.replace("kv", block_size=128 if platform == "tpu" and shard.num_kv_heads == 1 else 64)
-
-
-def read_generation_defaults(config: Config, model: LoadedModel) -> dict[str, float]:
-    """Sampling values that fill unset fields.
-
-    Raises:
-      ConfigError: the model's generation_config has a value that no request could have.
-    """
-    if config.model.generation_config == "none":
-        return {}
-    try:
-        return generation_defaults(model.generation_defaults)
-    except ValueError as error:
-        raise ConfigError(f"{error} (--generation-config none ignores the model's values)") from None
-
-
-def policy_settings(config: Config) -> PolicySettings:
-    """Who goes first and which gap steps keep.  ConfigError names key and value."""
-    section = config.scheduler
-    try:
-        weights = parse_weights(section.tenant_weights)
-    except ValueError as error:
-        raise ConfigError(f"scheduler.tenant_weights = {section.tenant_weights!r}: {error}") from None
-    target_s = None if section.target_tbt_ms is None else section.target_tbt_ms / 1e3
-    return PolicySettings(section.policy, section.ageing_s, weights, target_s)
-
-
 def open_step_log(config: Config, scheduler: Scheduler, kv: KvSettings) -> StepLog | None:
     """The log of scheduler.step_log.  ConfigError where the file cannot be written."""
     if config.scheduler.step_log is None:
@@ -344,86 +220,6 @@ def load_tokenizer(model: LoadedModel) -> Tokenizer:
             f"the tokenizer has {tokenizer.vocab_size} ids, the embedding only {model.config.vocab_size} rows"
         )
     return tokenizer
-
-
-def pool_layouts(model: ModelConfig, config: Config, placement: Placement) -> tuple[PoolLayout, ...]:
-    """One pool layout per layer group, of the part that one device has."""
-    shard, platform = model.shard(placement.num_shards, placement.axis), placement.devices[0].platform
-    dtype = jnp.dtype(jnp.float8_e4m3fn if config.kv.dtype == "fp8" else config.kv.dtype)
-    scaled = dtype.itemsize == 1 and platform == "cpu"
-    one = layout(platform, shard.num_kv_heads, shard.head_dim, config.kv.block_size, dtype, scaled)
-    return (one,) * len(model.layer_groups)
-
-
-def size_pool(
-    model: ModelConfig,
-    weight_bytes: int,
-    config: Config,
-    placement: Placement,
-    plan: CompilePlan,
-    *,
-    is_loaded: bool = True,
-    device_bytes: int | None = None,
-) -> MemoryPlan:
-    """How many blocks the pool gets, of each device's memory alike.
-
-    Args:
-      weight_bytes: of one device.
-      is_loaded: whether the weights are in memory already, which shows on a CPU only.
-      device_bytes: of one device; None: it is asked.
-    """
-    platform = placement.devices[0].platform
-    if device_bytes is None and platform == "cpu":  # devices of one host's memory
-        device_bytes = available_host_bytes() // placement.num_shards - (0 if is_loaded else weight_bytes)
-    elif device_bytes is None:
-        device_bytes = min(device.memory_stats()["bytes_limit"] for device in placement.devices)
-    layouts = pool_layouts(model, config, placement)
-    return plan_memory(
-        config.kv,
-        platform=platform,
-        device_bytes=device_bytes,
-        weight_bytes=weight_bytes,
-        activation_bytes=activation_bytes(model.shard(placement.num_shards, placement.axis), plan),
-        groups=group_memory(model, config, layouts, plan),
-        block_size=config.kv.block_size,
-        num_devices=placement.num_shards,
-    )
-
-
-def group_memory(
-    model: ModelConfig, config: Config, layouts: tuple[PoolLayout, ...], plan: CompilePlan
-) -> tuple[GroupMemory, ...]:
-    """What each layer group's blocks take; how many there are is not decided yet."""
-    return tuple(
-        GroupMemory(
-            num_layers=group.num_layers,
-            bytes_per_block=layout.bytes_per_block(group.num_layers),
-            window=group.sliding_window,
-            most_blocks=_most_blocks(group, config, plan) if len(layouts) > 1 else None,
-        )
-        for layout, group in zip(layouts, model.layer_groups)
-    )
-
-
-def _most_blocks(group: LayerGroup, config: Config, plan: CompilePlan) -> int | None:
-    """Blocks of a window group that are of use beside a group that keeps everything: twice what all slots can hold at
-    once, with two steps' tokens; the second half is for what the prefix cache may find."""
-    if group.sliding_window is None:
-        return None
-    size, budget = config.kv.block_size, config.scheduler.max_num_batched_tokens
-    return 1 + 2 * (plan.num_slots * (-(-group.sliding_window // size) + 2) + 2 * -(-budget // size))
-
-
-def activation_bytes(model: ModelConfig, plan: CompilePlan) -> int:
-    """An upper estimate of what one step needs besides weights and pool, in float32; `model` is what one device runs.
-
-    The widest layer of the largest step, three times (input, output, gate and up), the logits of the largest sampler
-    three times (raw, processed, one temporary), and the rows of penalties and bias.
-    """
-    widest = max(4 * model.d_model, (model.num_heads + 2 * model.num_kv_heads) * model.head_dim, 2 * model.d_ff)
-    step = 3 * plan.token_buckets[-1] * widest
-    logits = 3 * max(plan.num_slots, SCORED_ROWS) * model.vocab_size
-    return 4 * (step + logits) + BYTES_PER_ID * (plan.num_slots + 1) * model.vocab_size
 
 
 def make_programs(
@@ -471,25 +267,12 @@ def open_disk(config: Config, num_host_blocks: int, report: Report) -> DiskStore
             f"kv.disk_path = {config.kv.disk_path!r}: blocks come and go through host memory, which needs "
             "kv.prefix_cache, kv.host_tier and room in kv.host_memory_bytes"
         )
-    if config.scheduler.step_log is not None:
-        raise ConfigError("scheduler.step_log and kv.disk_path: a replay cannot know when the disk answers; unset one")
     disk = DiskStore(config.kv.disk_path, config.kv.disk_bytes)
     report.line(
         f"disk: {disk.num_blocks} blocks = {disk.num_bytes / 2**30:.2f} of {config.kv.disk_bytes / 2**30:.2f} GiB in "
         f"{config.kv.disk_path}"
     )
     return disk
-
-
-def count_host_blocks(config: Config, pool_bytes: int, bytes_per_block: int) -> int:
-    """Blocks of all layer groups that host memory takes for swapping and for cached prefixes; bytes of all devices
-    together."""
-    if config.kv.preemption == "recompute" and not (config.kv.prefix_cache and config.kv.host_tier):
-        return 0
-    size = config.kv.host_memory_bytes
-    if size is None:
-        size = min(pool_bytes, MOST_HOST_BYTES, available_host_bytes() // 4)
-    return size // bytes_per_block
 
 
 def _wire(

@@ -13,16 +13,9 @@ from pathlib import Path
 import jax
 
 from jserve.config import Config, ConfigError
-from jserve.engine.build import (
-    Report,
-    check_model_fits,
-    count_host_blocks,
-    load_tokenizer,
-    make_programs,
-    place,
-    pool_layouts,
-    resolve_automatic,
-)
+from jserve.engine.build import Report, load_tokenizer, make_programs, place
+from jserve.engine.pool_size import check_model_fits, count_host_blocks, pool_layouts
+from jserve.engine.settings import resolve_automatic
 from jserve.models.registry import model_code
 from jserve.models.spec import shapes
 from jserve.parallel.placement import Placement, on_devices

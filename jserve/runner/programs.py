@@ -320,9 +320,9 @@ class ProgramSet:
 
     def compiler_options(self, program: Any) -> dict[str, Any]:
         """On accelerators what `step_compiler_options` knows of them.  On CPU, where a start would otherwise be mostly
-        compiling, what costs compile time and no speed is off: one
-        LLVM module a program, no costly passes, and, where little is computed, the older and quicker emitter of
-        elementwise code (which makes the layers of a step of 32 to 64 tokens a tenth slower, of larger ones a third)."""
+        compiling, what costs compile time and no speed is off: one LLVM module a program, no costly passes, and, where
+        little is computed, the older and quicker emitter of elementwise code (which makes the layers of a step of 32 to
+        64 tokens a tenth slower, of larger ones a third)."""
         if self._layouts[0].platform != "cpu":
             return step_compiler_options(self.placement.devices[0].device_kind)
         options = {"xla_cpu_parallel_codegen_split_count": 1}

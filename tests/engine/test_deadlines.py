@@ -10,7 +10,7 @@ import pytest
 from jserve.config import Config, ConfigError
 from jserve.config_ranges import check_ranges
 from jserve.engine.async_engine import AsyncEngine
-from jserve.engine.build import policy_settings
+from jserve.engine.settings import policy_settings
 from jserve.request import Code, GenerateRequest, RequestError
 from tests.support.host_engine import HostEngine, sampling, sequence
 

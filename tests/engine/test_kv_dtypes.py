@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jserve.config import Config, ConfigError
-from jserve.engine.build import resolve_automatic
+from jserve.engine.settings import resolve_automatic
 from tests.support.arrivals import force_preemptions
 from tests.support.engines import answers, request, running_engine
 from tests.support.tiny_models import random_gguf
