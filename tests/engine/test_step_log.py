@@ -138,14 +138,14 @@ def test_jumps_over_forced_tokens_are_replayed(tmp_path, overlap, num_blocks):
 def test_every_policy_and_the_latency_target_are_replayed(tmp_path, policy):
     random = np.random.default_rng(0)
     runner = FakeRunner(6, step_seconds=lambda plan: 1e-3 * (1 + plan.num_tokens * random.random()))
-    settings = PolicySettings(policy, 0.05, {"red": 2.0}, target_tbt_s=0.008)
+    settings = PolicySettings(policy, 0.05, {"tenant-crimson": 2.0}, target_tbt_s=0.008)
     engine = Logged(tmp_path / "steps.log", num_blocks=16, runner=runner, policy=settings)
     sequences = work(50)
     for number, one in enumerate(sequences):
-        one.arrival, one.tenant = 0.01 * number, ("red", "blue")[number % 2]
+        one.arrival, one.tenant = 0.01 * number, ("tenant-crimson", "tenant-azure")[number % 2]
     engine.run(sequences)
     assert replay(engine.path).difference is None
-    assert "red" not in engine.path.read_text()
+    assert "crimson" not in engine.path.read_text()
 
 
 def test_prefix_hits_also_those_of_generated_tokens_are_made_again(tmp_path):
