@@ -7,6 +7,8 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from jserve.engine.async_engine import AsyncEngine
+from jserve.scheduler import Scheduler
+from jserve.scheduler import Sequence as OneSequence
 from tests.support.engines import request, run, wait_idle
 
 Work = Sequence[tuple[list[int], int, float, bool]]
@@ -52,3 +54,29 @@ def force_preemptions(engine: AsyncEngine, every: int = 5) -> None:
         check(scheduler)
 
     engine._loop.on_step = on_step
+
+
+class PreemptsAtEveryStep:
+    """Called after each step, preempts a running sequence (with its siblings): the last one that has come further than
+    when it was preempted last, for one that never gets to compute anything never ends."""
+
+    def __init__(self):
+        self._furthest: dict[object, tuple[int, int]] = {}
+        self.num_preempted = 0
+
+    def __call__(self, scheduler: Scheduler) -> None:
+        for one in reversed(scheduler.running()):
+            unit, progress = one.group or one, _progress(scheduler, one)
+            if progress > self._furthest.get(unit, (0, 0)):
+                self._furthest[unit] = progress
+                scheduler._preempt(one)
+                self.num_preempted += 1
+                return
+
+
+def _progress(scheduler: Scheduler, sequence: OneSequence) -> tuple[int, int]:
+    """(tokens known, tokens in full blocks that can be found again), with its siblings; never falls."""
+    members = [sequence] if sequence.group is None else sequence.group.members
+    blocks = scheduler.blocks
+    computed = [blocks.num_computed(one.slot) // blocks.block_size for one in members if one.slot is not None]
+    return sum(one.num_known for one in members), max(computed)
