@@ -7,9 +7,11 @@ import itertools
 
 import pytest
 
+from jserve.weights.load import load_model
 from tests.engine.test_parallel_sampling import DRAWN, PROMPT, engine_of, outputs
-from tests.support.engines import answers, request, run, wait_idle
-from tests.support.tiny_models import random_gguf
+from tests.support.arrivals import PreemptsAtEveryStep
+from tests.support.engines import answers, request, run, token_ids, wait_idle
+from tests.support.tiny_models import full_logits, random_gguf
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,16 @@ def undisturbed(path):
     """Each request alone."""
     with engine_of(path) as engine:
         return [answers(engine, [one])[0] for one in work()]
+
+
+def test_the_greedy_ones_of_them_are_those_of_the_naive_oracle(path, undisturbed):
+    model = load_model(path, "float32")
+    for one, alone in list(zip(work(), undisturbed))[:5]:
+        ids = list(one.prompt_token_ids)
+        for token_id in token_ids(alone):
+            padded = ids + [0] * (64 - len(ids))  # causal: what follows changes nothing
+            assert token_id == full_logits(model.params, model.config, padded)[len(ids) - 1].argmax()
+            ids.append(token_id)
 
 
 def preempt_every(engine, period: int, most: int = 1000) -> None:
@@ -60,6 +72,30 @@ def test_nothing_but_the_counters_tells_of_it(path, undisturbed, kind, period, o
         assert loads.num_swap_preemptions > 10 and loads.swapped_out_bytes >= loads.swapped_in_bytes > 0
     if kind == "recompute":
         assert loads.num_swap_preemptions == loads.swapped_out_bytes == 0
+    check_same(got, undisturbed)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("kind", ["recompute", "swap"])
+def test_nor_where_somebody_is_preempted_at_every_step(path, undisturbed, kind, overlap):
+    with engine_of(path, kv={"preemption": kind}, scheduler={"overlap": overlap}) as engine:
+        check, preempts = engine._loop.on_step, PreemptsAtEveryStep()
+
+        def on_step(scheduler) -> None:
+            preempts(scheduler)
+            check(scheduler)
+
+        engine._loop.on_step = on_step
+        got = answers(engine, work())
+        loads, num_steps = engine.loads(), engine._loop.totals.num_steps
+    assert 2 * preempts.num_preempted > num_steps
+    assert loads.num_preemptions >= preempts.num_preempted
+    assert (loads.num_swap_preemptions > preempts.num_preempted // 2) == (kind == "swap")
+    check_same(got, undisturbed)
+
+
+def check_same(got, undisturbed) -> None:
+    """Tokens, log-probabilities, text, usage and ends."""
     for one, alone in zip(got, undisturbed):
         assert outputs(one) == outputs(alone)
         assert one.usage.completion_tokens == alone.usage.completion_tokens
