@@ -140,7 +140,7 @@ async def _prompt_token_ids(engine, request: GenerateRequest) -> list[int]:
     elif request.prompt is not None:
         token_ids = await engine.tokenize(request.prompt)
     else:
-        token_ids = engine.tokenizer.encode_chat(request.messages)
+        token_ids = engine.tokenizer.encode_chat(request.messages, tools=request.tools)
     return truncate_prompt(request.sampling_params, token_ids)
 
 

@@ -76,7 +76,11 @@ class EarlyStopping(enum.Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """What the client asked for, field for field as in API.md.  None means unset: the model's default, then ours."""
+    """What the client asked for, field for field as in API.md.  None means unset: the model's default, then ours.
+
+    An empty list or map asks for nothing, so it is unset too where nothing can be had; an empty list of what may come
+    (`allowed_token_ids`, `choice`) cannot be served and is refused.
+    """
 
     n: int | None = None
     best_of: int | None = None
@@ -98,7 +102,7 @@ class SamplingParams:
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] = ()
+    allowed_token_ids: Sequence[int] | None = None
     bad_words: Sequence[str] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -108,7 +112,7 @@ class SamplingParams:
     json_object: bool | None = None
     regex: str | None = None
     grammar: str | None = None
-    choice: Sequence[str] = ()
+    choice: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import re
 from google.protobuf import json_format
 
 from jserve.proto_gen import inference_pb2, sampling_pb2
-from jserve.request import Code, GenerateRequest, RequestError
+from jserve.request import Code, GenerateRequest, RequestError, invalid
+from jserve.sampling.fields import FIELDS, refuse_empty
 from jserve.server.convert import request_from_proto
 from jserve.strict_json import without_duplicates
 
@@ -46,7 +47,23 @@ def request_from_fields(fields: dict[str, object]) -> GenerateRequest:
     if message.HasField("stream"):
         raise RequestError(Code.INVALID_ARGUMENT, "stream is set: results of a batch come whole", field="stream")
     message.ClearField("request_id")
+    _refuse_empty_lists(fields)
     return request_from_proto(message)
+
+
+def _refuse_empty_lists(fields: dict[str, object]) -> None:
+    """A proto cannot tell an empty list from none; where that would change what is asked, the line is refused."""
+    for name in ("prompt_token_ids", "messages"):
+        if _given(fields, name) == []:
+            raise invalid(name, [], "must not be empty")
+    for name in FIELDS:
+        refuse_empty(name, _given(_given(fields, "sampling_params") or {}, name), f"sampling_params.{name}")
+
+
+def _given(fields: dict[str, object], name: str) -> object:
+    """The value of a key in either spelling."""
+    camel = re.sub(r"_(.)", lambda match: match[1].upper(), name)
+    return fields.get(name, fields.get(camel))
 
 
 def _refused(reason: str) -> RequestError:

@@ -59,10 +59,15 @@ class Fields:
         value = self.take(name, dict)
         return None if value is None else Fields(value, f"{self._path}{name}.")
 
+    def take_rest(self, kind: type) -> None:
+        """Takes every key, whatever it is called; each value must be of this kind."""
+        for name in list(self._left):
+            self.take(name, kind)
+
     def take_neutral(self, name: str, *neutral: object) -> None:
         """Refuses the field unless its value asks for nothing."""
         value = self.take(name)
-        if value is not None and value not in neutral:
+        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
             allowed = f"; only {' or '.join(map(repr, neutral))} is" if neutral else ""
             raise invalid(self._path + name, value, f"is not supported{allowed}")
 

@@ -33,7 +33,7 @@ def read_call(fields: Fields, info: ModelInfo, call_id: str) -> ChatCall:
     common.take_model(fields, info.name)
     messages = take_messages(fields)
     delivery = common.take_delivery(fields)
-    tools = _take_tools(fields)
+    tools = _take_offered_tools(fields)
     of_request = common.take_request_fields(fields)
     fields.take_neutral("modalities", ["text"])
     most = fields.take("max_completion_tokens")
@@ -47,7 +47,7 @@ def read_call(fields: Fields, info: ModelInfo, call_id: str) -> ChatCall:
         fields.spelled["max_tokens"] = "max_completion_tokens"
     fields.spelled["logprobs"] = "top_logprobs"
     params = SamplingParams(**values, logprobs=top_logprobs)
-    request_id = of_request.pop("request_id") or call_id
+    request_id = common.name_of(of_request, call_id)
     request = GenerateRequest(messages=messages, tools=tools, sampling_params=params, request_id=request_id,
                               **of_request)
     return ChatCall(call_id, info.name, request, top_logprobs, delivery)
@@ -92,6 +92,8 @@ def take_messages(fields: Fields) -> list[Message]:
     given = fields.take("messages", list)
     if given is None:
         raise RequestError(Code.INVALID_ARGUMENT, "messages: must be set", field="messages")
+    if not given:
+        raise invalid("messages", given, "must not be empty")
     return [_message(item, f"messages[{index}]") for index, item in enumerate(given)]
 
 
@@ -165,16 +167,22 @@ def _tool_call(call: object, path: str) -> dict:
     raise invalid(path, call, "must be an object with function.name and function.arguments")
 
 
-def _take_tools(fields: Fields) -> list[dict] | None:
+def _take_offered_tools(fields: Fields) -> list[dict] | None:
     """What the template is given.  Which tool is called, if any, is the model's choice and cannot be forced."""
-    tools = fields.take("tools", list)
+    tools = take_tools(fields)
     choice = fields.take("tool_choice")
     if choice not in (None, "auto", "none"):
         raise invalid("tool_choice", choice, "is not supported; only 'auto' and 'none' are")
     fields.take_neutral("parallel_tool_calls", True)
+    return None if choice == "none" else tools
+
+
+def take_tools(fields: Fields) -> list[dict] | None:
+    """None where there are none, also in an empty list."""
+    tools = fields.take("tools", list)
     for index, tool in enumerate(tools or ()):
         match tool:
             case {"type": "function", "function": {"name": str()}}:
                 continue
         raise invalid(f"tools[{index}]", tool, "must be an object with type 'function' and function.name")
-    return None if choice == "none" or not tools else tools
+    return tools or None

@@ -73,7 +73,7 @@ async def read_call(fields: Fields, info: ModelInfo, call_id: str) -> Completion
         values["prompt_logprobs"] = logprobs
     if echo and values.get("truncate_prompt_tokens") is not None:
         raise invalid("truncate_prompt_tokens", values["truncate_prompt_tokens"], "is not supported together with echo")
-    params, name = SamplingParams(**values), of_request.pop("request_id") or call_id
+    params, name = SamplingParams(**values), common.name_of(of_request, call_id)
     prompts = []
     for number, given in enumerate(inputs):
         request_id = name if len(inputs) == 1 else f"{name}-{number}"

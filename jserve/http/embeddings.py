@@ -42,7 +42,7 @@ def read_call(fields: Fields, info: ModelInfo, call_id: str) -> EmbeddingsCall:
     dimensions = fields.take("dimensions", int)
     of_request = common.take_request_fields(fields)
     fields.finish()
-    name = of_request.pop("request_id") or call_id
+    name = common.name_of(of_request, call_id)
     requests = []
     for number, given in enumerate(inputs):
         prompt = {"prompt": given} if isinstance(given, str) else {"prompt_token_ids": given}

@@ -16,8 +16,9 @@ from jserve.http.body import Fields
 from jserve.request import Code, EarlyStopping, RequestError, SamplingParams, invalid
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
-_LABELS = ("user", "safety_identifier")
-"""Names for the client's own books: by OpenAI's definition they ask nothing of the answer."""
+_LABELS = ("user", "safety_identifier", "prompt_cache_key")
+"""Names for the client's own books, and a hint where its prefixes may be cached: by OpenAI's definition they ask nothing
+of the answer."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,10 @@ def take_request_fields(fields: Fields) -> dict[str, Any]:
     """Fields of GenerateRequest itself, by its names."""
     for name in _LABELS:
         fields.take(name, str)
+    if (metadata := fields.take_object("metadata")) is not None:  # labels too
+        metadata.take_rest(str)
     fields.take_neutral("store", False)
-    fields.take_neutral("metadata", {})
+    fields.take_neutral("prompt_cache_retention", "in_memory", "in-memory")
     fields.take_neutral("service_tier", "auto", "default")
     return {
         "request_id": fields.take("request_id", str),
@@ -65,6 +68,12 @@ def take_request_fields(fields: Fields) -> dict[str, Any]:
         "cache_salt": fields.take("cache_salt", str),
         "bypass_prefix_cache": fields.take("bypass_prefix_cache", bool),
     }
+
+
+def name_of(of_request: dict[str, Any], call_id: str) -> str:
+    """Takes the request's id out of its fields; the call's own where the client gave none."""
+    name = of_request.pop("request_id")
+    return call_id if name is None else name  # an empty one is the validator's to refuse
 
 
 def take_sampling(fields: Fields, besides: Collection[str] = ()) -> dict[str, Any]:

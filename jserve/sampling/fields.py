@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -31,6 +31,8 @@ class FieldRule:
     """The value that asks for nothing, accepted also where unsupported."""
     token_ids: Callable[[Any], Iterable[int]] | None = None
     """The ids in a value that was read; the validator refuses those outside the model's vocabulary."""
+    may_be_empty: bool = True
+    """Whether an empty list asks for nothing; of a list of what may come it would ask for the impossible."""
 
 
 def integer(low: int, high: int, why: str | None = None) -> Reader:
@@ -153,7 +155,8 @@ FIELDS: Mapping[str, FieldRule] = MappingProxyType({
     "presence_penalty": FieldRule(_PENALTY, supported=True),
     "frequency_penalty": FieldRule(_PENALTY, supported=True),
     "logit_bias": FieldRule(biases, supported=True, token_ids=dict),
-    "allowed_token_ids": FieldRule(each(_TOKEN_ID, limits.MAX_ALLOWED_TOKEN_IDS), supported=True, token_ids=tuple),
+    "allowed_token_ids": FieldRule(each(_TOKEN_ID, limits.MAX_ALLOWED_TOKEN_IDS), supported=True, token_ids=tuple,
+                                   may_be_empty=False),
     "bad_words": FieldRule(each(text(limits.MAX_BAD_WORD_CHARACTERS), limits.MAX_BAD_WORDS), supported=True),
     "logprobs": FieldRule(_LOGPROBS, supported=True),
     "prompt_logprobs": FieldRule(_LOGPROBS, supported=True),
@@ -163,8 +166,14 @@ FIELDS: Mapping[str, FieldRule] = MappingProxyType({
     "json_object": FieldRule(boolean, supported=True),
     "regex": FieldRule(text(), supported=True),
     "grammar": FieldRule(text(), supported=True),
-    "choice": FieldRule(each(text(), limits.MAX_CHOICES), supported=True),
+    "choice": FieldRule(each(text(), limits.MAX_CHOICES), supported=True, may_be_empty=False),
 })
+
+def refuse_empty(name: str, value: object, path: str) -> None:
+    """Where a list must not be empty.  Front ends that cannot tell an empty list from an unset one say so first."""
+    if not FIELDS[name].may_be_empty and isinstance(value, Sized) and not len(value):
+        raise invalid(path, [], "must not be empty: it lists what may come")
+
 
 SUPPORTED: Mapping[str, bool] = MappingProxyType({name: rule.supported for name, rule in FIELDS.items()})
 """What GetModelInfo lists as capabilities: every field of SamplingParams and whether it may be set."""

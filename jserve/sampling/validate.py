@@ -176,6 +176,7 @@ def _read_fields(params: SamplingParams, model: ModelLimits) -> dict[str, Any]:
         if value is None:
             asked[field.name] = None
             continue
+        fields.refuse_empty(field.name, value, path)
         asked[field.name] = read = rule.read(path, value)
         if rule.token_ids is not None:
             _refuse_ids_beyond(model.vocab_size, path, rule.token_ids(read))

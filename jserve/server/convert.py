@@ -14,6 +14,7 @@ from typing import Any
 from jserve.proto_gen import inference_pb2 as pb
 from jserve.proto_gen import sampling_pb2
 from jserve.request import Code, EarlyStopping, GenerateRequest, Message, RequestError, SamplingParams, invalid
+from jserve.sampling.fields import refuse_empty
 
 _MESSAGE_SCALARS = ("role", "content", "name", "tool_call_id")
 _REQUEST_SCALARS = ("request_id", "prompt", "lora_name", "priority", "cache_salt", "bypass_prefix_cache")
@@ -25,7 +26,7 @@ def request_from_proto(message: pb.GenerateRequest, deadline: float | None = Non
         **{name: getattr(message, name) for name in _REQUEST_SCALARS if message.HasField(name)},
         prompt_token_ids=list(message.prompt_token_ids) or None,
         messages=messages_from_proto(message.messages) or None,
-        tools=_json_objects(message.tools, "tools"),
+        tools=tools_from_proto(message.tools),
         sampling_params=sampling_params_from_proto(message.sampling_params),
         deadline=deadline,
     )
@@ -33,11 +34,14 @@ def request_from_proto(message: pb.GenerateRequest, deadline: float | None = Non
 
 def request_to_proto(request: GenerateRequest, stream_interval: int | None = None) -> pb.GenerateRequest:
     """What a client sends; the deadline travels as gRPC's own and the tenant never comes from a client."""
+    for name in ("prompt_token_ids", "messages"):
+        if getattr(request, name) is not None and not len(getattr(request, name)):
+            raise invalid(name, [], "must not be empty")  # the proto has no way to say it
     message = pb.GenerateRequest(messages=messages_to_proto(request.messages or ()))
     for name in _REQUEST_SCALARS:
         set_field(message, name, getattr(request, name))
     set_field(message, "prompt_token_ids", request.prompt_token_ids)
-    set_field(message, "tools", _json_texts(request.tools))
+    set_field(message, "tools", tools_to_proto(request.tools))
     params = sampling_params_to_proto(request.sampling_params)
     if params.ListFields():
         message.sampling_params.CopyFrom(params)
@@ -69,6 +73,14 @@ def messages_from_proto(messages: Sequence[pb.Message]) -> list[Message]:
     ]
 
 
+def tools_from_proto(texts: Sequence[str]) -> list[dict] | None:
+    return _json_objects(texts, "tools")
+
+
+def tools_to_proto(tools: Iterable[Mapping] | None) -> list[str] | None:
+    return _json_texts(tools)
+
+
 def messages_to_proto(messages: Iterable[Message]) -> list[pb.Message]:
     result = []
     for index, message in enumerate(messages):
@@ -98,6 +110,7 @@ def sampling_params_to_proto(params: SamplingParams) -> sampling_pb2.SamplingPar
         value = getattr(params, field.name)
         if isinstance(value, EarlyStopping):
             value = sampling_pb2.EarlyStopping.Value(value.name)
+        refuse_empty(field.name, value, f"sampling_params.{field.name}")
         set_field(message, field.name, value, "sampling_params.")
     return message
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
 
 import grpc
@@ -18,7 +19,7 @@ from jserve.server.embed import embed
 from jserve.server.score import score
 from jserve.server.state import ServerState
 from jserve.server.submit import submitted
-from jserve.tokenizer import ChatTemplateError
+from jserve.tokenizer import ChatTemplateError, decode_with_offsets
 
 
 class InferenceService:
@@ -61,26 +62,31 @@ class InferenceService:
         if message.HasField("prompt") == is_chat:
             raise RequestError(Code.INVALID_ARGUMENT, "prompt: exactly one of prompt and messages must be set",
                                field="prompt")
-        unused = "add_special_tokens" if is_chat else "add_generation_prompt"
-        if message.HasField(unused):
-            raise RequestError(Code.INVALID_ARGUMENT,
-                               f"{unused}: has no meaning with {'messages' if is_chat else 'a prompt'}", field=unused)
+        for unused in ("add_special_tokens", "return_offsets") if is_chat else ("add_generation_prompt", "tools"):
+            if any(field.name == unused for field, _ in message.ListFields()):
+                raise RequestError(Code.INVALID_ARGUMENT,
+                                   f"{unused}: has no meaning with {'messages' if is_chat else 'a prompt'}", field=unused)
+        offsets = []
         if is_chat:
             token_ids = await _encode_chat(info.tokenizer, message)
         else:
             add_special = message.add_special_tokens if message.HasField("add_special_tokens") else True
-            token_ids = await asyncio.to_thread(info.tokenizer.encode, message.prompt, add_special=add_special)
+            encode = info.tokenizer.encode_with_offsets if message.return_offsets else info.tokenizer.encode
+            token_ids = await asyncio.to_thread(encode, message.prompt, add_special=add_special)
+            if message.return_offsets:
+                token_ids, offsets = token_ids
         strings = map(info.tokenizer.token_text, token_ids) if message.return_token_strs else ()
         return pb.TokenizeResponse(token_ids=token_ids, count=len(token_ids), max_model_len=info.context_length,
-                                   token_strs=strings)
+                                   token_strs=strings, offsets=_spans(offsets))
 
     async def Detokenize(self, message: pb.DetokenizeRequest, _: grpc.aio.ServicerContext) -> pb.DetokenizeResponse:
         info = self._state.engine_when_ready().info
         for index, token_id in enumerate(message.token_ids):
             if not 0 <= token_id < info.vocab_size:
                 raise invalid(f"token_ids[{index}]", token_id, f"must be in 0..{info.vocab_size - 1}")
-        text = await asyncio.to_thread(info.tokenizer.decode, list(message.token_ids), message.skip_special_tokens)
-        return pb.DetokenizeResponse(text=text)
+        decode = decode_with_offsets if message.return_offsets else _decode
+        text, offsets = await asyncio.to_thread(decode, info.tokenizer, message.token_ids, message.skip_special_tokens)
+        return pb.DetokenizeResponse(text=text, offsets=_spans(offsets))
 
     def _submitted(
         self, message: pb.GenerateRequest, context: grpc.aio.ServicerContext, call: Coalescer
@@ -102,11 +108,19 @@ def _deadline(context: grpc.aio.ServicerContext) -> float | None:
     return time.monotonic() + remaining
 
 
+def _decode(tokenizer, token_ids: Iterable[int], skip_special_tokens: bool) -> tuple[str, list]:
+    return tokenizer.decode(token_ids, skip_special_tokens), []
+
+
+def _spans(offsets: Iterable[tuple[int, int]]) -> list[pb.TextSpan]:
+    return [pb.TextSpan(start=start, end=end) for start, end in offsets]
+
+
 async def _encode_chat(tokenizer, message: pb.TokenizeRequest) -> list[int]:
     add_prompt = message.add_generation_prompt if message.HasField("add_generation_prompt") else True
-    messages = convert.messages_from_proto(message.messages)
+    messages, tools = convert.messages_from_proto(message.messages), convert.tools_from_proto(message.tools)
     try:
-        return await asyncio.to_thread(tokenizer.encode_chat, messages, add_generation_prompt=add_prompt)
+        return await asyncio.to_thread(tokenizer.encode_chat, messages, add_generation_prompt=add_prompt, tools=tools)
     except ChatTemplateError as error:
         raise RequestError(Code.INVALID_ARGUMENT, str(error), field=error.field) from None
     except ValueError as error:

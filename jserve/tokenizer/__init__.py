@@ -4,7 +4,7 @@ Knows nothing of models, requests or arrays; everything above floor 0 may import
 """
 
 from jserve.tokenizer.chat_template import ChatTemplate, ChatTemplateError, ToolsRefused
-from jserve.tokenizer.detokenizer import Detokenizer
+from jserve.tokenizer.detokenizer import Detokenizer, decode_with_offsets
 from jserve.tokenizer.folder import from_folder
 from jserve.tokenizer.gguf_vocabulary import from_gguf
 from jserve.tokenizer.stops import StopMatcher, TextPiece, TextStream
@@ -22,6 +22,7 @@ __all__ = [
     "Tokenizer",
     "TokenizerError",
     "ToolsRefused",
+    "decode_with_offsets",
     "from_folder",
     "from_gguf",
 ]

@@ -50,3 +50,18 @@ class Detokenizer:
         """The text of what still waits: U+FFFD for a character cut off, or nothing."""
         pending, self._pending = self._pending, b""
         return pending.decode("utf-8", "replace")
+
+
+def decode_with_offsets(tokenizer, token_ids: Iterable[int], skip_special_tokens: bool) -> tuple[str, list[tuple[int, int]]]:
+    """The text as `Tokenizer.decode` gives it, and for each id the (start, end) characters that it brings.
+
+    A character belongs to the id that completes it; what is cut off at the end, to the last id.
+    """
+    token_ids = list(token_ids)
+    text, stream, ends = tokenizer.decode(token_ids, skip_special_tokens), Detokenizer(tokenizer, skip_special_tokens), [0]
+    for token_id in token_ids:
+        ends.append(ends[-1] + len(stream.push([token_id])))
+    ends[-1] += len(stream.finish())
+    num_dropped = ends[-1] - len(text)  # a text's first blank, which some tokenizers take for their own
+    ends = [max(end - num_dropped, 0) for end in ends]
+    return text, list(zip(ends, ends[1:]))

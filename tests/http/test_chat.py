@@ -1,5 +1,6 @@
 """/v1/chat/completions through the official client, over a scripted engine."""
 
+import dataclasses
 import json
 
 import pytest
@@ -91,6 +92,19 @@ async def test_response_format_becomes_structured_output(response_format, expect
     assert (schema, params.json_object) == (expected.get("json_schema"), expected.get("json_object"))
 
 
+async def test_what_asks_nothing_of_the_answer_is_taken():
+    """Names for the client's own books, a hint for caches, and fields with the value that is the default."""
+    labels = {"user": "me", "safety_identifier": "h", "prompt_cache_key": "k", "metadata": {"run": "7"}, "store": False,
+              "prompt_cache_retention": "in_memory", "service_tier": "auto", "modalities": ["text"], "tools": [],
+              "parallel_tool_calls": True}
+    engine = FakeEngine()
+    async with http_serving(engine) as (server, _):
+        assert (await post(server, "/v1/chat/completions", {"messages": HELLO, **labels})).status == 200
+        assert (await post(server, "/v1/chat/completions", {"messages": HELLO})).status == 200
+    first, second = (dataclasses.replace(one, request_id=None) for one in engine.requests)
+    assert first == second
+
+
 REFUSED = [
     ({}, "messages"),
     ({"messages": "hi"}, "messages"),
@@ -105,6 +119,10 @@ REFUSED = [
     ({"messages": HELLO, "tools": [{"name": "f"}]}, "tools[0]"),
     ({"messages": HELLO, "tools": [TOOL], "tool_choice": "required"}, "tool_choice"),
     ({"messages": HELLO, "parallel_tool_calls": False}, "parallel_tool_calls"),
+    ({"messages": HELLO, "parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"messages": HELLO, "tools": {}}, "tools"),
+    ({"messages": []}, "messages"),
+    ({"messages": HELLO, "prediction": {}}, "prediction"),
     ({"messages": HELLO, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
     ({"messages": HELLO, "response_format": {"type": "xml"}}, "response_format.type"),
     ({"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),

@@ -17,6 +17,8 @@ from tests.support.grpc_server import http_server_process, serving, until
 from tests.support.http_server import ask, events, http_serving, openai_client, post
 
 MODEL = "fake-model"
+HELLO = [{"role": "user", "content": "x"}]
+TOOL = {"type": "function", "function": {"name": "f"}}
 ENDLESS = {"prompt": "p", "max_tokens": 10**6}
 
 
@@ -54,12 +56,27 @@ async def test_tokenize_and_back():
         chat = await post(server, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
         assert bytes(chat.json["tokens"]).decode() == "<user>x<assistant>"
         assert (await post(server, "/detokenize", {"tokens": [97, 98]})).json == {"prompt": "ab"}
+        spans = await post(server, "/tokenize", {"prompt": "aé", "return_offsets": True})
+        assert spans.json["offsets"] == [[0, 0], [0, 1], [1, 2], [1, 2]]
+        back = await post(server, "/detokenize", {"tokens": spans.json["tokens"], "return_offsets": True})
+        assert back.json == {"prompt": "<s>aé", "offsets": [[0, 3], [3, 4], [4, 4], [4, 5]]}
+        shown = await post(server, "/tokenize", {"messages": HELLO, "tools": [TOOL]})
+        assert bytes(shown.json["tokens"]).decode() == "[f]<user>x<assistant>"
         facts = (await ask(server, "GET", "/tokenizer_info")).json
         assert (facts["bos_token"], facts["eos_token"], facts["model_max_length"]) == ("<s>", "\x02", 4096)
         for path, body, param in (("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "x", "y": 1}, "y"),
-                                  ("/detokenize", {"tokens": [999]}, "token_ids[0]")):
+                                  ("/tokenize", {"messages": []}, "messages"), ("/tokenize", {"prompt": "x", "messages": []}, "messages"),
+                                  ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "tools"),
+                                  ("/tokenize", {"messages": HELLO, "return_offsets": True}, "return_offsets"),
+                                  ("/tokenize", {"messages": HELLO, "tools": [{}]}, "tools[0]"),
+                                  ("/detokenize", {}, "tokens"), ("/detokenize", {"tokens": "a"}, "tokens"),
+                                  ("/detokenize", {"tokens": ["a"]}, "tokens[0]"),
+                                  ("/detokenize", {"tokens": [97, True]}, "tokens[1]"),
+                                  ("/detokenize", {"tokens": [2**70]}, "tokens[0]"),
+                                  ("/detokenize", {"tokens": [999]}, "tokens[0]")):
             refused = await post(server, path, body)
             assert (refused.status, refused.error["param"]) == (400, param)
+            assert refused.error["message"].startswith(param)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -70,6 +70,14 @@ REFUSED = [
     ({"prompt": "p", "store": True}, "store"),
     ({"prompt": "p", "messages": []}, "messages"),
     ({"prompt": "p", "priority": True}, "priority"),
+    ({"prompt": "p", "store": 0}, "store"),
+    ({"prompt": "p", "metadata": {"a": 1}}, "metadata.a"),
+    ({"prompt": "p", "metadata": []}, "metadata"),
+    ({"prompt": "p", "prompt_cache_key": 5}, "prompt_cache_key"),
+    ({"prompt": "p", "prompt_cache_retention": "24h"}, "prompt_cache_retention"),
+    ({"prompt": "p", "service_tier": "flex"}, "service_tier"),
+    ({"prompt": "p", "response_format": {}}, "response_format.type"),
+    ({"prompt": "p", "response_format": []}, "response_format"),
 ]
 
 

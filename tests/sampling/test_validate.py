@@ -360,6 +360,16 @@ def test_beams_refuse_what_draws_and_what_cannot_be_held():
     assert (resolved(10, drawn, beam_width=2).temperature, resolved(10, drawn, beam_width=2).top_k) == (0.0, 0)
 
 
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(SamplingParams)])
+def test_an_empty_value_asks_for_nothing_or_is_refused(name):
+    """Empty lists and maps; never is one taken for another field's absence without having been looked at."""
+    empty = {} if name == "logit_bias" else []
+    if name in ("stop", "stop_token_ids", "bad_words", "logit_bias"):
+        assert resolved(seed=1, **{name: empty}) == resolved(seed=1)
+    else:
+        assert refusal(**{name: empty}).field == f"sampling_params.{name}"
+
+
 def test_fields_that_would_do_nothing_are_refused():
     assert refusal(include_stop_str_in_output=True).field == "sampling_params.include_stop_str_in_output"
     assert resolved(include_stop_str_in_output=True, stop_token_ids=(5,)).include_stop_str_in_output

@@ -57,6 +57,18 @@ def test_a_request_arrives_as_it_was_sent(request_):
     assert over_the_wire(request_) == request_
 
 
+@pytest.mark.parametrize("request_, field", [
+    (GenerateRequest(prompt="p", sampling_params=SamplingParams(choice=[])), "sampling_params.choice"),
+    (GenerateRequest(prompt="p", sampling_params=SamplingParams(allowed_token_ids=[])), "sampling_params.allowed_token_ids"),
+    (GenerateRequest(prompt="p", prompt_token_ids=[]), "prompt_token_ids"),
+    (GenerateRequest(prompt="p", messages=[]), "messages"),
+])
+def test_an_empty_list_that_the_proto_cannot_tell_from_none_is_refused_by_the_client(request_, field):
+    with pytest.raises(RequestError) as refusal:
+        convert.request_to_proto(request_)
+    assert (refusal.value.code, refusal.value.field) == (Code.INVALID_ARGUMENT, field)
+
+
 def test_zero_is_not_unset():
     zeros = SamplingParams(temperature=0.0, top_k=0, max_tokens=0, logprobs=0, seed=0, ignore_eos=False)
     assert over_the_wire(GenerateRequest(prompt="p", sampling_params=zeros)).sampling_params == zeros

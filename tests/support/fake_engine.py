@@ -50,13 +50,18 @@ class FakeTokenizer:
     ) -> list[int]:
         return [256] * add_special + list(text.encode())
 
+    def encode_with_offsets(self, text: str, *, add_special: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        spans = [(at, at + 1) for at, character in enumerate(text) for _ in character.encode()]
+        return self.encode(text, add_special=add_special), [(0, 0)] * add_special + spans
+
     def encode_chat(
         self, messages, add_generation_prompt: bool = True, tools=None, max_tokens: int | None = None
     ) -> list[int]:
         if messages[0].role == "nobody":
             raise ValueError("the template knows no role 'nobody'")
         turns = "".join(f"<{message.role}>{message.content}" for message in messages)
-        return list((turns + "<assistant>" * add_generation_prompt).encode())
+        shown = "".join(f"[{tool['function']['name']}]" for tool in tools or ())
+        return list((shown + turns + "<assistant>" * add_generation_prompt).encode())
 
     def decode(self, ids, skip_special_tokens: bool = True) -> str:
         special = "" if skip_special_tokens else "<s>"

@@ -7,7 +7,7 @@ import time
 import gguf
 import pytest
 
-from jserve.tokenizer import PromptTooLong, TokenizerError, from_gguf
+from jserve.tokenizer import PromptTooLong, TokenizerError, decode_with_offsets, from_gguf
 from tests.support.texts import texts
 from tests.tokenizer import slow_bpe
 
@@ -157,6 +157,18 @@ def test_offsets_cover_the_text_in_order(smollm2):
     assert smollm2.encode_with_offsets("hi 😀 the<|im_end|>", add_special=False)[1] == [
         (0, 2), (2, 4), (3, 4), (4, 8), (8, 18)
     ]  # fmt: skip
+
+
+def test_each_token_brings_the_characters_that_it_completes(smollm2):
+    for line in texts(300, seed=8):
+        ids = smollm2.encode(line, add_special=False) + [2, 242]  # a control token, and a byte that is no character
+        for skip in (False, True):
+            text, offsets = decode_with_offsets(smollm2, ids, skip)
+            assert text == smollm2.decode(ids, skip) == "".join(text[start:end] for start, end in offsets)
+            for token_id, (start, end) in zip(ids, offsets):
+                whole = smollm2.token_bytes(token_id).decode("utf-8", "ignore")
+                assert not whole.isascii() or text[start:end].endswith("" if skip and token_id == 2 else whole)
+    assert decode_with_offsets(smollm2, [6004, 10813, 242, 218, 260], True)[1][1:] == [(2, 2), (2, 2), (2, 3), (3, 7)]
 
 
 def test_text_surely_too_long_is_refused_without_tokenizing(smollm2):
