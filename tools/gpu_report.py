@@ -107,7 +107,7 @@ def run(compile_program, *arguments) -> dict:
             "argument_bytes": memory.argument_size_in_bytes,
             "temporary_bytes": memory.temp_size_in_bytes,
             "pool_copies": len(re.findall(rf"\[{dimensions}\]\S* (?:copy|copy-start)\(", text)),
-            "kernel_calls": text.count('custom_call_target="mosaic_gpu'),
+            "kernel_calls": len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
             "kernels": sorted(filter(None, map(read_kernel, folder.glob("*.ptx"))), key=lambda kernel: kernel["name"]),
         }
     finally:

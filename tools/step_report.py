@@ -86,6 +86,7 @@ def reports(target: str, model: str, size: int = 1, quantize: str = "none", buck
         "weight_bytes": weight_bytes, "pool_bytes": memory.pool_bytes, "num_blocks": memory.num_blocks,
         "block_size": memory.block_size, "usable_bytes": memory.usable_bytes,
         "activation_bytes": memory.activation_bytes, "num_layers": model_config.num_layers,
+        "attention": programs.implementation,
     }  # fmt: skip
     local_shapes = {
         "pool": layouts[0].shape(model_config.layer_groups[0].num_layers, memory.groups[0].num_blocks),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import json
 import sys
 import tempfile
@@ -25,6 +26,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.target is None:
+        return compile_here(arguments)
+    from jserve.cli.child import ChildDied, call_in_child
+    from jserve.config import ConfigError
+
+    try:
+        return call_in_child(compile_here, arguments)
+    except ChildDied as death:
+        raise ConfigError(
+            f"--target {arguments.target}: the TPU compiler{_libtpu_version()} died {death.how}; nothing was written. "
+            "Try --compile.num_threads 1: it compiles one program at a time"
+        ) from None
+
+
+def compile_here(arguments: argparse.Namespace) -> int:
+    """In this process, which a target that is not here needs to itself: its compiler has been seen to crash."""
     if arguments.target is not None:
         from pallas_kernels import targets
 
@@ -55,6 +72,13 @@ def run(arguments: argparse.Namespace) -> int:
           file=sys.stderr)
     print(arguments.out if is_bucket else bundle.folder)
     return 0
+
+
+def _libtpu_version() -> str:
+    try:
+        return f" (libtpu {importlib.metadata.version('libtpu')})"
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 COMMAND = Command(

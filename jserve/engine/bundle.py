@@ -42,6 +42,9 @@ def compile_bundle(config: Config, out: str | Path, target: str | None = None, r
     check_free(out)
     is_here = target is None
     placement = place(config) if is_here else _place(target, config.parallel.tensor_parallel_size)
+    if not is_here and placement.num_shards > 1 and config.compile.num_threads is None:
+        # Two threads that compiled for a slice at once have crashed libtpu 0.0.42.1.
+        config = config.replace("compile", num_threads=1)
     config = resolve_automatic(config, placement.devices[0].platform)
     if not is_here and config.kv.num_blocks is None:
         raise ConfigError("kv.num_blocks: how many blocks the pool has must be said for a device that is not here")
