@@ -15,8 +15,8 @@ class ConfigError(ValueError):
     """A setting that cannot be used; the message names the key, the value, and what would do."""
 
 
-class OutOfRange(ConfigError):
-    """A setting that could be used nowhere: bad usage, as a flag that does not exist is."""
+class BadUsage(ConfigError):
+    """Settings that fit no machine and no model: a command ends with 2, as for a flag that does not exist."""
 
 
 def _default_cache_dir() -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from jserve.config import Config, OutOfRange
+from jserve.config import BadUsage, Config
 
 _DTYPES = ("float32", "bfloat16")
 _ONE_OF = {
@@ -56,16 +56,16 @@ _RANGES = {
 
 
 def check_ranges(config: Config) -> None:
-    """Raises OutOfRange that names key and value; None (auto, unset) is always right."""
+    """Raises BadUsage that names key and value; None (auto, unset) is always right."""
     for key, allowed in _ONE_OF.items():
         value = _value(config, key)
         if value is not None and value not in allowed:
-            raise OutOfRange(f"{key} = {value!r}: one of {', '.join(allowed)}")
+            raise BadUsage(f"{key} = {value!r}: one of {', '.join(allowed)}")
     for key, (is_right, words) in _RANGES.items():
         value = _value(config, key)
         if value is not None and not is_right(value):
             shown = list(value) if isinstance(value, tuple) else value
-            raise OutOfRange(f"{key} = {shown}: {words}")
+            raise BadUsage(f"{key} = {shown}: {words}")
 
 
 def _value(config: Config, key: str) -> object:

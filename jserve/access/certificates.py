@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jserve.access.reloaded import Reloaded, read_bytes
-from jserve.config import ConfigError, ServerSection
+from jserve.config import BadUsage, ConfigError, ServerSection
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ def certificates(section: ServerSection) -> Reloaded[Certificates] | None:
     """None where no TLS is asked for; ConfigError where the settings or the files cannot be used."""
     if section.tls_cert is None and section.tls_key is None:
         if section.tls_client_ca is not None:
-            raise ConfigError("server.tls_client_ca: needs --tls-cert and --tls-key too")
+            raise BadUsage("server.tls_client_ca: needs --tls-cert and --tls-key too")
         return None
     if section.tls_cert is None or section.tls_key is None:
         missing = "tls_cert" if section.tls_cert is None else "tls_key"
-        raise ConfigError(f"server.{missing}: TLS needs both --tls-cert and --tls-key")
+        raise BadUsage(f"server.{missing}: TLS needs both --tls-cert and --tls-key")
     paths = [path for path in (section.tls_cert, section.tls_key, section.tls_client_ca) if path is not None]
     return Reloaded(paths, lambda: _read(section))
 

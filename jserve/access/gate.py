@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from jserve.access.auth_file import AuthTable, Limits, check_tenant, read_auth_file
 from jserve.access.reloaded import Reloaded
-from jserve.config import ConfigError, ServerSection
+from jserve.config import BadUsage, ServerSection
 from jserve.request import Code, RequestError
 
 TENANT_HEADER = "x-jserve-tenant"
@@ -44,12 +44,12 @@ class Gate:
             path = section.auth_file
             self._table = Reloaded([path], lambda: read_auth_file(path)).current
             if not self._table().tokens and section.tls_client_ca is None:
-                raise ConfigError(f"server.auth_file = {path!r}: it has no [[token]], so nobody could call")
+                raise BadUsage(f"server.auth_file = {path!r}: it has no [[token]], so nobody could call")
         self._knows_certificates = section.tls_client_ca is not None
         self._needs_token = section.auth_file is not None and bool(self._table().tokens)
         self._proxies = frozenset(name.strip() for name in section.trusted_proxies.split(",") if name.strip())
         if self._proxies and section.tls_client_ca is None:
-            raise ConfigError(f"server.trusted_proxies = {section.trusted_proxies!r}: proxies are known by their client"
+            raise BadUsage(f"server.trusted_proxies = {section.trusted_proxies!r}: proxies are known by their client"
                               " certificates; give --tls-client-ca")
 
     def caller(self, seen: Credentials) -> Caller:

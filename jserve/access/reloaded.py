@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-from jserve.config import ConfigError
+from jserve.config import BadUsage, ConfigError
 
 log = logging.getLogger(__name__)
 
@@ -56,4 +56,4 @@ def read_bytes(key: str, path: str) -> bytes:
         with open(path, "rb") as file:
             return file.read()
     except OSError as error:
-        raise ConfigError(f"{key} = {path!r}: {error.strerror}") from None
+        raise BadUsage(f"{key} = {path!r}: {error.strerror}") from None

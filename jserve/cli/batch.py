@@ -24,7 +24,7 @@ from jserve.cli.flags import add_config_flags, config_from
 from jserve.cli.progress import StartReport
 from jserve.cli.request_json import json_fields, request_from_fields, request_id_of
 from jserve.cli.result_json import error_to_json, result_to_json
-from jserve.config import Config, ConfigError
+from jserve.config import BadUsage, Config, ConfigError
 from jserve.local_engine import most_in_flight, start_engine
 from jserve.request import Code, RequestError
 from jserve.results import collect
@@ -163,7 +163,7 @@ def _written_whole(path: str, source: str) -> Iterator[Callable[[str], None]]:
         yield lambda line: print(line, flush=True)
         return
     if source != "-" and Path(path).exists() and os.path.samefile(path, source):
-        raise ConfigError(f"--output {path}: is the input file")
+        raise BadUsage(f"--output {path}: is the input file")
     part = Path(f"{path}.part")
     try:
         file = open(part, "w", encoding="utf-8", errors="surrogatepass")

@@ -12,7 +12,7 @@ from pathlib import Path
 from jserve.bench import plot, report, trace
 from jserve.bench.load import JsonlLoad, Load, Output, RandomLoad, SharedPrefixLoad, TraceLoad
 from jserve.bench.report import RequestRecord
-from jserve.config import ConfigError
+from jserve.config import BadUsage, ConfigError
 from jserve.request import GenerateRequest, RequestError
 
 
@@ -22,12 +22,12 @@ def load_from(arguments: argparse.Namespace) -> Load:
     name, path = arguments.dataset_name, arguments.dataset_path
     if name in ("trace", "jsonl"):
         if path is None:
-            raise ConfigError(f"--dataset-name {name} needs --dataset-path FILE")
+            raise BadUsage(f"--dataset-name {name} needs --dataset-path FILE")
         if name == "trace":
             return TraceLoad(tuple(trace.read(path)[: arguments.num_prompts]), path, output, arguments.seed)
         return JsonlLoad(tuple(_requests(path, arguments, output))[: arguments.num_prompts], path, arguments.seed)
     if path is not None:
-        raise ConfigError(f"--dataset-path has no meaning with --dataset-name {name}")
+        raise BadUsage(f"--dataset-path has no meaning with --dataset-name {name}")
     own = RandomLoad(
         num_prompts=arguments.num_prompts or arguments.default_num_prompts,
         input_len=arguments.random_input_len,

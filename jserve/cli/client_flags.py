@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from jserve.config import ConfigError
+from jserve.config import BadUsage
 
 
 _NAMES = ("token_file", "tls", "tls_ca", "tls_cert", "tls_key")
@@ -25,9 +25,9 @@ def client_access(arguments: argparse.Namespace) -> dict[str, Any]:
     """`token` and `tls` of a Client.  ConfigError where a file cannot be read, or no server is named."""
     given = [name for name in _NAMES if getattr(arguments, name)]
     if given and arguments.address is None:
-        raise ConfigError(f"--{given[0].replace('_', '-')} has no meaning without --address")
+        raise BadUsage(f"--{given[0].replace('_', '-')} has no meaning without --address")
     if (arguments.tls_cert is None) != (arguments.tls_key is None):
-        raise ConfigError("--tls-cert and --tls-key go together")
+        raise BadUsage("--tls-cert and --tls-key go together")
     token = None if arguments.token_file is None else _read(arguments.token_file).strip()
     if not (arguments.tls or arguments.tls_ca or arguments.tls_cert):
         return {"token": token}
@@ -43,4 +43,4 @@ def _read(path: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read it: {getattr(error, 'strerror', None) or error}") from None
+        raise BadUsage(f"{path}: cannot read it: {getattr(error, 'strerror', None) or error}") from None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jserve import config as config_module
-from jserve.config import Config, ConfigError
+from jserve.config import BadUsage, Config, ConfigError
 
 AUTO = "auto"
 
@@ -57,13 +57,13 @@ def load(path: str | Path) -> Config:
         with open(path, "rb") as file:
             tables = tomllib.load(file)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        raise BadUsage(f"{path}: not valid TOML: {error}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot read the config file: {error.strerror}") from None
+        raise BadUsage(f"{path}: cannot read the config file: {error.strerror}") from None
     try:
         return from_tables(tables)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise BadUsage(f"{path}: {error}") from None
 
 
 def from_tables(tables: Mapping[str, object]) -> Config:
@@ -76,9 +76,9 @@ def override_tables(config: Config, tables: Mapping[str, object]) -> Config:
     values = {}
     for section, table in tables.items():
         if section not in sections():
-            raise ConfigError(f"unknown section [{section}]{_suggest(section, sections())}")
+            raise BadUsage(f"unknown section [{section}]{_suggest(section, sections())}")
         if not isinstance(table, Mapping):
-            raise ConfigError(f"{section} = {table!r}: expected a section, [{section}] and its keys below it")
+            raise BadUsage(f"{section} = {table!r}: expected a section, [{section}] and its keys below it")
         for name, value in table.items():
             setting = find(f"{section}.{name}")
             values[setting.key] = checked(setting, value)
@@ -101,7 +101,7 @@ def find(key: str) -> Setting:
     for setting in settings():
         if setting.key == key:
             return setting
-    raise ConfigError(f"unknown key {key}{_suggest(key, [setting.key for setting in settings()])}")
+    raise BadUsage(f"unknown key {key}{_suggest(key, [setting.key for setting in settings()])}")
 
 
 def checked(setting: Setting, value: object) -> object:
@@ -119,7 +119,7 @@ def checked(setting: Setting, value: object) -> object:
             return value
     elif isinstance(value, setting.type):
         return value
-    raise ConfigError(f"{setting.key} = {_shown(value)}: expected {setting.expected}")
+    raise BadUsage(f"{setting.key} = {_shown(value)}: expected {setting.expected}")
 
 
 def parsed(setting: Setting, text: str) -> object:
@@ -134,7 +134,7 @@ def parsed(setting: Setting, text: str) -> object:
             return tuple(int(part) for part in inside.split(","))
         return checked(setting, setting.type(text))
     except (KeyError, ValueError):
-        raise ConfigError(f"{setting.key} = {text!r}: expected {setting.expected}") from None
+        raise BadUsage(f"{setting.key} = {text!r}: expected {setting.expected}") from None
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jserve.cli.command import Command
 from jserve.cli.progress import StartReport
-from jserve.config import CompileSection, ConfigError
+from jserve.config import BadUsage, CompileSection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +48,7 @@ def _convert(arguments: argparse.Namespace, report: StartReport) -> int:
         print("try: jserve convert --help", file=sys.stderr)
         return 2
     if not arguments.shard_gb > 0:
-        raise ConfigError(f"--shard-gb {arguments.shard_gb:g}: must be above 0")
+        raise BadUsage(f"--shard-gb {arguments.shard_gb:g}: must be above 0")
     from jserve.weights.convert import convert
     from jserve.weights.fetch import locate
 

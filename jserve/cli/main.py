@@ -115,7 +115,7 @@ def _run(name: str, rest: list[str]) -> int:
 
 
 def _failed(name: str, error: Exception, debug: bool) -> int:
-    from jserve.config import OutOfRange
+    from jserve.config import BadUsage
 
     line = user_line(error)
     if debug or line is None:
@@ -124,7 +124,7 @@ def _failed(name: str, error: Exception, debug: bool) -> int:
         print(f"jserve {name}: this is a bug in jserve, please report it with the lines above", file=sys.stderr)
     else:
         print(f"jserve {name}: {line}", file=sys.stderr)
-    return BAD_USAGE if isinstance(error, OutOfRange) else FAILED
+    return BAD_USAGE if isinstance(error, BadUsage) else FAILED
 
 
 def user_line(error: Exception) -> str | None:

@@ -11,7 +11,7 @@ import sys
 from jserve.cli.command import Command
 from jserve.cli.number_flags import number, whole, whole_list
 from jserve.cli.plan_tables import print_tables
-from jserve.config import Config, ConfigError
+from jserve.config import BadUsage, Config
 from jserve.planner import report
 from jserve.planner.deployment import Question, Recommended, predict
 from jserve.planner.devices import DEVICES, find_device
@@ -166,7 +166,7 @@ def roofline_from(arguments: argparse.Namespace) -> Roofline:
     asked = getattr(arguments, "tensor_parallel_size", None)
     devices = asked or math.gcd(device.num_devices, model.num_heads)
     if device.platform != "gpu" and devices > device.num_devices:
-        raise ConfigError(f"tensor_parallel_size = {devices}: {device.name} has {device.num_devices} devices")
+        raise BadUsage(f"tensor_parallel_size = {devices}: {device.name} has {device.num_devices} devices")
     dtype = arguments.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
     kv_dtype = arguments.kv_dtype or (dtype if BYTES_OF[dtype] > 1 else "bfloat16")
     return Roofline(

@@ -11,7 +11,7 @@ from jserve.cli import logs
 from jserve.cli.command import Command
 from jserve.cli.flags import add_config_flags, config_from
 from jserve.cli.progress import StartReport
-from jserve.config import Config, ConfigError
+from jserve.config import BadUsage, Config
 from jserve.local_engine import start_engine
 
 
@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     config = config_from(arguments)
     if config.server.log_format not in logs.FORMATS:
-        raise ConfigError(f"server.log_format = {config.server.log_format!r}: expected {' or '.join(logs.FORMATS)}")
+        raise BadUsage(f"server.log_format = {config.server.log_format!r}: expected {' or '.join(logs.FORMATS)}")
     logs.set_up(
         sys.stderr, as_json=config.server.log_format == "json", requests=config.server.log_requests,
         debug=arguments.debug,

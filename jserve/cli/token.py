@@ -10,7 +10,7 @@ import sys
 
 from jserve.access.auth_file import ADMIN, check_tenant
 from jserve.cli.command import Command
-from jserve.config import ConfigError
+from jserve.config import BadUsage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if not check_tenant(arguments.tenant):
-        raise ConfigError(f"TENANT = {arguments.tenant!r}: must be 1 to 64 printable ASCII characters without spaces")
+        raise BadUsage(f"TENANT = {arguments.tenant!r}: must be 1 to 64 printable ASCII characters without spaces")
     token = secrets.token_urlsafe(32)
     digest = hashlib.sha256(token.encode()).hexdigest()
     if arguments.json:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from jserve.config import Config, ConfigError
+from jserve.config import BadUsage, Config, ConfigError
 from jserve.engine.build import Report, load_tokenizer, make_programs, place
 from jserve.engine.pool_size import check_model_fits, count_host_blocks, pool_layouts
 from jserve.engine.settings import resolve_automatic
@@ -47,7 +47,7 @@ def compile_bundle(config: Config, out: str | Path, target: str | None = None, r
         config = config.replace("compile", num_threads=1)
     config = resolve_automatic(config, placement.devices[0].platform)
     if not is_here and config.kv.num_blocks is None:
-        raise ConfigError("kv.num_blocks: how many blocks the pool has must be said for a device that is not here")
+        raise BadUsage("kv.num_blocks: how many blocks the pool has must be said for a device that is not here")
     checkpoint = open_checkpoint(config.model.path)
     device_bytes = None if is_here else int(find_target(target).memory_bytes)
     config, memory = check_model_fits(checkpoint, config, placement, device_bytes)
@@ -86,12 +86,12 @@ def compile_bundle(config: Config, out: str | Path, target: str | None = None, r
 def _place(target: str, num_devices: int) -> Placement:
     """Devices that are not here."""
     if target not in targets.TPU_TARGETS:
-        raise ConfigError(f"--target {target}: one of {', '.join(targets.TPU_TARGETS)}")
+        raise BadUsage(f"--target {target}: one of {', '.join(targets.TPU_TARGETS)}")
     if not targets.has_tpu_compiler():
         raise ConfigError(f"--target {target}: needs the TPU compiler; try: pip install 'jserve[tpu]'")
     devices = targets.devices(target)
     if num_devices > len(devices):
-        raise ConfigError(f"parallel.tensor_parallel_size = {num_devices}: {target} has {len(devices)} devices")
+        raise BadUsage(f"parallel.tensor_parallel_size = {num_devices}: {target} has {len(devices)} devices")
     return on_devices(devices[:num_devices])
 
 

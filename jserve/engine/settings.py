@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 
-from jserve.config import Config, ConfigError
+from jserve.config import BadUsage, Config, ConfigError
 from jserve.config_ranges import check_ranges
 from jserve.models.config import ModelConfig
 from jserve.runner.bundle import open_bundle
@@ -31,13 +31,13 @@ def check_settings(config: Config) -> None:
     """Raises the ConfigErrors that need no model."""
     make_compile_plan(resolve_automatic(config, jax.default_backend()))
     if config.compile.deterministic and config.kernel.attention not in (None, "aligned"):
-        raise ConfigError(f"kernel.attention = {config.kernel.attention!r}: with compile.deterministic it is aligned")
+        raise BadUsage(f"kernel.attention = {config.kernel.attention!r}: with compile.deterministic it is aligned")
     if config.compile.deterministic and config.parallel.tensor_parallel_size > 1:
-        raise ConfigError("compile.deterministic = True: on one device only (parallel.tensor_parallel_size)")
+        raise BadUsage("compile.deterministic = True: on one device only (parallel.tensor_parallel_size)")
     if (path := config.scheduler.step_log) is not None and not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"scheduler.step_log = {path!r}: its folder does not exist")
+        raise BadUsage(f"scheduler.step_log = {path!r}: its folder does not exist")
     if path is not None and config.kv.disk_path is not None:
-        raise ConfigError("scheduler.step_log and kv.disk_path: a replay cannot know when the disk answers; unset one")
+        raise BadUsage("scheduler.step_log and kv.disk_path: a replay cannot know when the disk answers; unset one")
     if config.compile.bundle is not None and "://" not in config.compile.bundle:
         open_bundle(config.compile.bundle)
 
@@ -66,7 +66,7 @@ def resolve_automatic(config: Config, platform: str) -> Config:
     default("compile", num_threads=os.cpu_count() or 1)
     config = config.replace("kv", dtype=KV_DTYPES[config.kv.dtype])
     if config.kv.dtype == "int8" and not on_cpu:
-        raise ConfigError(
+        raise BadUsage(
             f"kv.dtype = 'int8': needs scales, which only the CPU's pool has; on {platform} fp8 has one byte and none"
         )
     policy_settings(config)
@@ -89,7 +89,7 @@ def policy_settings(config: Config) -> PolicySettings:
     try:
         weights = parse_weights(section.tenant_weights)
     except ValueError as error:
-        raise ConfigError(f"scheduler.tenant_weights = {section.tenant_weights!r}: {error}") from None
+        raise BadUsage(f"scheduler.tenant_weights = {section.tenant_weights!r}: {error}") from None
     target_s = None if section.target_tbt_ms is None else section.target_tbt_ms / 1e3
     return PolicySettings(section.policy, section.ageing_s, weights, target_s)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jserve.config import ConfigError
+from jserve.config import BadUsage
 from jserve.parallel import split
 from jserve.planner.capacity import Memory, plan_memory
 from jserve.planner.roofline import Roofline
@@ -146,7 +146,7 @@ def check_parallel(roofline: Roofline) -> None:
     devices, model = roofline.tensor_parallel_size, roofline.model
     sizes = {"num_heads": model.num_heads, "num_kv_heads": model.num_kv_heads, "d_ff": model.d_ff}
     if reason := split.why_not(devices, **sizes):
-        raise ConfigError(f"tensor_parallel_size = {devices}: {model.name}: {reason}")
+        raise BadUsage(f"tensor_parallel_size = {devices}: {model.name}: {reason}")
 
 
 def decode_step(roofline: Roofline, batch: int, context: int) -> Step:
@@ -157,7 +157,7 @@ def decode_step(roofline: Roofline, batch: int, context: int) -> Step:
 def schedule_chunks(roofline: Roofline, prompt: int, decodes: int, budget: int) -> ChunkSchedule:
     """The steps that a prompt takes; ConfigError where the decodes leave it nothing."""
     if decodes >= budget:
-        raise ConfigError(f"{decodes} decodes leave nothing of a budget of {budget} tokens for a prompt")
+        raise BadUsage(f"{decodes} decodes leave nothing of a budget of {budget} tokens for a prompt")
     return ChunkSchedule(
         prompt, decodes, budget,
         counted=_chunks(roofline, prompt, budget - decodes),

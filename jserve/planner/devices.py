@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jserve.config import ConfigError
+from jserve.config import BadUsage
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ DEVICES = {
 def find_device(name: str) -> DeviceSpec:
     """The device called `name`; ConfigError lists the known ones."""
     if name not in DEVICES:
-        raise ConfigError(f"--device {name}: not known; known: {', '.join(DEVICES)}")
+        raise BadUsage(f"--device {name}: not known; known: {', '.join(DEVICES)}")
     return DEVICES[name]
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from jserve.config import ConfigError
+from jserve.config import BadUsage, ConfigError
 
 NAME = "jserve_bundle.json"
 _LONGEST = 80
@@ -83,7 +83,7 @@ def open_bundle(folder: str | Path) -> Bundle:
         return Bundle(folder, value["facts"], value["num_blocks"], value["programs"])
     except OSError as error:
         why = "no such folder" if not folder.is_dir() else f"{NAME}: {error.strerror}"
-        raise ConfigError(f"compile.bundle = {str(folder)!r}: {why}; `jserve compile --out` makes one") from None
+        raise BadUsage(f"compile.bundle = {str(folder)!r}: {why}; `jserve compile --out` makes one") from None
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"compile.bundle = {str(folder)!r}: {NAME} is damaged ({error!r})") from None
 
@@ -117,7 +117,7 @@ def write_bundle(
 def check_free(folder: Path) -> None:
     """ConfigError where a bundle would take the place of something."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"--out {folder}: already there; remove it, or name another folder")
+        raise BadUsage(f"--out {folder}: already there; remove it, or name another folder")
 
 
 def _write(folder: Path, name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jserve.config import Config, ConfigError
+from jserve.config import BadUsage, Config
 from jserve.sampling.sampler import VARIANTS, SamplerVariant
 from jserve.scheduler.buckets import default_sequence_buckets, default_token_buckets
 
@@ -122,7 +122,7 @@ def make_compile_plan(config: Config) -> CompilePlan:
 def _deterministic_plan(config: Config, budget: int, num_slots: int) -> CompilePlan:
     for key in ("token_buckets", "sequence_buckets"):
         if (value := getattr(config.compile, key)) is not None:
-            raise ConfigError(f"compile.{key} = {list(value)}: with compile.deterministic one program serves every step")
+            raise BadUsage(f"compile.{key} = {list(value)}: with compile.deterministic one program serves every step")
     tiles = lambda size: (*range(ROW_TILE, size, ROW_TILE), -(-size // ROW_TILE) * ROW_TILE)
     return CompilePlan(tiles(budget), tiles(num_slots), num_slots, ROW_TILE)
 
@@ -133,7 +133,7 @@ def _checked(key: str, buckets: tuple[int, ...] | None, default: tuple[int, ...]
     largest = default[-1]
     for size in buckets:
         if not 1 <= size <= largest:
-            raise ConfigError(f"{key} = {list(buckets)}: {size} is not between 1 and {largest}")
+            raise BadUsage(f"{key} = {list(buckets)}: {size} is not between 1 and {largest}")
     return tuple(sorted({*buckets, largest}))  # the largest step must have a program
 
 

@@ -11,7 +11,7 @@ import grpc
 
 from jserve.access.certificates import Certificates
 from jserve.access.reloaded import Reloaded
-from jserve.config import ConfigError, ServerSection
+from jserve.config import BadUsage, ConfigError, ServerSection
 
 
 def check_host(section: ServerSection) -> None:
@@ -20,10 +20,10 @@ def check_host(section: ServerSection) -> None:
     for name in ("port", "http_port", "metrics_port"):
         port = getattr(section, name)
         if port is not None and not 0 <= port <= 65535:
-            raise ConfigError(f"server.{name} = {port}: must be in 0..65535 (0 picks a free one)")
+            raise BadUsage(f"server.{name} = {port}: must be in 0..65535 (0 picks a free one)")
     if section.insecure or section.tls_cert or section.auth_file or _is_loopback(section.host):
         return
-    raise ConfigError(
+    raise BadUsage(
         f"server.host = {section.host!r} is reachable from other machines, and there is neither TLS nor a token file;"
         " listen on 127.0.0.1, give --tls-cert and --tls-key or --auth-file, or --insecure to allow it"
     )

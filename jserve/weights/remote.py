@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from jserve.config import ConfigError
+from jserve.config import BadUsage, ConfigError
 
 Report = Callable[[str], None]
 
@@ -42,7 +42,7 @@ def from_hugging_face(name: str, report: Report) -> Path:
     repository, _, file = rest.partition("/")
     if not (organisation and repository) or ("@" in name and not revision):
         expected = "hf:org/name, hf:org/name@revision or hf:org/name/file.gguf"
-        raise ConfigError(f"model.path = 'hf:{name}': expected {expected}")
+        raise BadUsage(f"model.path = 'hf:{name}': expected {expected}")
     repository = f"{organisation}/{repository}"
     report(f"fetching {name} from the Hugging Face hub")
     try:

@@ -151,22 +151,22 @@ def test_an_interrupted_run_leaves_the_old_results_alone(tmp_path, capsys, engin
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    "flags, code, message",
     [
-        (["-i", "nothing.jsonl", "-o", "out.jsonl"], "--input nothing.jsonl: No such file or directory"),
-        (["-i", "in.jsonl", "-o", "nowhere/out.jsonl"], "--output nowhere/out.jsonl: cannot write"),
-        (["-i", "in.jsonl", "-o", "in.jsonl"], "--output in.jsonl: is the input file"),
-        (["-i", ".", "-o", "out.jsonl"], "--input .: Is a directory"),
+        (["-i", "nothing.jsonl", "-o", "out.jsonl"], 1, "--input nothing.jsonl: No such file or directory"),
+        (["-i", "in.jsonl", "-o", "nowhere/out.jsonl"], 1, "--output nowhere/out.jsonl: cannot write"),
+        (["-i", "in.jsonl", "-o", "in.jsonl"], 2, "--output in.jsonl: is the input file"),
+        (["-i", ".", "-o", "out.jsonl"], 1, "--input .: Is a directory"),
     ],
 )
-def test_files_are_checked_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, flags, message):
+def test_files_are_checked_before_the_model_is_loaded(tmp_path, monkeypatch, capsys, flags, code, message):
     async def start_engine(config, report):
         pytest.fail("the model was loaded")
 
     monkeypatch.setattr(batch, "start_engine", start_engine)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"prompt": "x"}\n')
-    assert cli.main(["batch", *flags]) == 1
+    assert cli.main(["batch", *flags]) == code
     assert message in capsys.readouterr().err
     assert (tmp_path / "in.jsonl").read_text() == '{"prompt": "x"}\n'
 

@@ -43,6 +43,12 @@ def raising(error):
         (["serve", "--port", "70000"], 2),
         (["serve", "--model", "no-such-model", "--kv.memory_fraction", "1.5"], 2),
         (["generate", "x", "--kv.block_size", "0"], 2),
+        (["generate", "x", "--config", "no-such-file.toml"], 2),
+        (["generate", "x", "--bundle", "no-such-folder"], 2),
+        (["generate", "x", "--deterministic", "--tp", "2"], 2),
+        (["generate", "x", "--compile.token_buckets", "16,9999"], 2),
+        (["serve", "--auth-file", "no-such-file"], 2),
+        (["plan", "--model", "llama-3-8b", "--device", "v5e"], 2),
         (["batch", "-i", "no-such-file", "-o", "-", "--dtype", "float64"], 2),
     ],
 )

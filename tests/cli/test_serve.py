@@ -89,5 +89,5 @@ def test_a_port_in_use_and_an_open_host_are_one_line(capsys):
         assert cli.main(["serve", "--port", str(taken.getsockname()[1])]) == 1
     error = capsys.readouterr().err
     assert "already in use" in error and len(error.splitlines()) == 1
-    assert cli.main(["serve", "--host", "0.0.0.0"]) == 1
+    assert cli.main(["serve", "--host", "0.0.0.0"]) == 2
     assert "--insecure" in capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_its_stderr_is_an_auth_file_for_its_stdout(tmp_path, capsys):
 def test_json_and_refusals(capsys):
     assert cli.main(["token", "red", "--json"]) == 0
     assert json.loads(capsys.readouterr().out).keys() == {"token", "sha256", "tenant", "role"}
-    assert cli.main(["token", "a b"]) == 1
+    assert cli.main(["token", "a b"]) == 2
     assert "printable ASCII" in capsys.readouterr().err
 
 
@@ -56,5 +56,5 @@ def test_chat_with_a_server_that_wants_tls_and_a_token(tmp_path, capsys, monkeyp
     (["--address", "127.0.0.1:1", "--tls-cert", "x"], "--tls-cert and --tls-key go together"),
 ])
 def test_flags_that_cannot_work_are_said(capsys, flags, message):
-    assert cli.main(["chat", *flags]) == 1
+    assert cli.main(["chat", *flags]) == 2
     assert message in capsys.readouterr().err

@@ -107,17 +107,17 @@ def test_what_cannot_fit_is_refused_with_the_numbers(capsys):
 
 
 @pytest.mark.parametrize(
-    "flags, message",
+    "model, flags, code, message",
     [
-        (["--model", "llama-9", "--device", "h200"], "built in: smollm2-135m"),
-        (["--model", "llama-3-8b", "--device", "h300"], "known: a100-80gb"),
-        (["--model", "llama-3-8b", "--device", "h200", "--tp", "3"], "32 heads and an ffn of 14336 must both divide by it"),
-        (["--model", "llama-3-8b", "--device", "v6e-8", "--tp", "16"], "has 8 devices"),
-        (["--model", "llama-3-8b", "--device", "h200", "--budget", "32"], "leave nothing"),
+        ("llama-9", ["--device", "h200"], 1, "built in: smollm2-135m"),
+        ("llama-3-8b", ["--device", "h300"], 2, "known: a100-80gb"),
+        ("llama-3-8b", ["--device", "h200", "--tp", "3"], 2, "32 heads and an ffn of 14336 must both divide by it"),
+        ("llama-3-8b", ["--device", "v6e-8", "--tp", "16"], 2, "has 8 devices"),
+        ("llama-3-8b", ["--device", "h200", "--budget", "32"], 2, "leave nothing"),
     ],
 )
-def test_what_cannot_be_planned_is_one_line(capsys, flags, message):
-    assert cli.main(["plan", *flags]) == 1
+def test_what_cannot_be_planned_is_one_line(capsys, model, flags, code, message):
+    assert cli.main(["plan", "--model", model, *flags]) == code
     assert message in capsys.readouterr().err
 
 
