@@ -302,9 +302,10 @@ class AsyncEngine:
     def loads(self) -> Loads:
         blocks, totals, counts = self._scheduler.blocks, self._loop.totals, self.counts
         stats, tiers = blocks.stats, blocks.tier_stats
+        num_running, num_waiting = self._loop.counts()
         return Loads(
-            num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting + self._loop.num_posted,
+            num_running=num_running,
+            num_waiting=num_waiting,
             kv_usage=blocks.num_used_blocks / blocks.num_total_blocks,
             num_total_blocks=blocks.num_total_blocks,
             num_free_blocks=blocks.num_free_blocks,

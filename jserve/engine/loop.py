@@ -19,7 +19,7 @@ from jserve.engine.outputs import StepResult, apply, fail, outgrown
 from jserve.engine.step_log import StepLog
 from jserve.metrics import Histograms, StepTotals
 from jserve.request import Code, FinishReason, RequestError
-from jserve.scheduler import Scheduler, Sequence, StepPlan
+from jserve.scheduler import Scheduler, Sequence, SequenceState, StepPlan
 from jserve.scheduler.plan import StepOutput
 
 log = logging.getLogger(__name__)
@@ -71,6 +71,8 @@ class EngineLoop:
         self._in_flight: deque[StepPlan] = deque()
         self._live: dict[str, list[Sequence]] = {}
         self._inbox: deque[Callable[[], None]] = deque()
+        self._coming: set[Sequence] = set()
+        self._leaving: set[Sequence] = set()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="jserve-engine", daemon=True)
@@ -85,6 +87,7 @@ class EngineLoop:
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queues the sequences of one request."""
+        self._coming.update(sequences)
         self._post(lambda: self._add(sequences))
 
     def abort(self, request_id: str) -> None:
@@ -96,8 +99,10 @@ class EngineLoop:
 
         def end() -> None:
             self._end(sequence, reason)
+            self._leaving.discard(sequence)
             self._forget(sequence)
 
+        self._leaving.add(sequence)
         self._post(end)
 
     def call(self, function: Callable[[], Any]) -> Future:
@@ -128,10 +133,13 @@ class EngineLoop:
         if self._thread.is_alive():
             self._thread.join(timeout_s)
 
-    @property
-    def num_posted(self) -> int:
-        """Messages that the thread has not read yet."""
-        return len(self._inbox)
+    def counts(self) -> tuple[int, int]:
+        """Sequences that run and that wait, as clients know it: who was submitted a moment ago waits, and who was told its
+        end is gone, though this thread has read of neither yet."""
+        leaving = [one.state for one in tuple(self._leaving)]
+        running = self._scheduler.num_running - leaving.count(SequenceState.RUNNING)
+        waiting = self._scheduler.num_waiting - leaving.count(SequenceState.WAITING) + len(self._coming)
+        return max(0, running), max(0, waiting)
 
     # -- the thread
 
@@ -244,6 +252,7 @@ class EngineLoop:
         self._live[sequences[0].request_id] = list(sequences)
         for sequence in sequences:
             self._scheduler.add(sequence, None if sequence is sequences[0] else sequences[0])
+            self._coming.discard(sequence)
             if self._log is not None:
                 self._log.arrived(sequence)
 

@@ -99,7 +99,7 @@ async def _phase(
 async def _is_idle(client: AsyncClient) -> None:
     for _ in range(100):
         loads = await client.loads()
-        if (loads.num_running, loads.num_waiting, loads.num_open_streams) == (0, 0, 0):
+        if (loads.num_running, loads.num_waiting, loads.kv_usage, loads.num_open_streams) == (0, 0, 0, 0):
             break
         await asyncio.sleep(0.1)
     assert (loads.num_running, loads.num_waiting, loads.kv_usage, loads.num_open_streams) == (0, 0, 0, 0)

@@ -119,6 +119,15 @@ async def test_after_everything_is_aborted_the_gauges_are_zero_without_a_step(se
     assert found["jserve:request_success_total{abort}"] == 20 == outcomes(found)
 
 
+async def test_who_has_its_last_message_is_counted_no_more():
+    """Also where text ended it, which the engine's thread hears of only then."""
+    with stand_in_engine(step_s=0.05) as engine:
+        update = await engine.generate_all(request("r", max_tokens=200, stop=list("aeiou"), ignore_eos=True))
+        loads = engine.loads()
+    assert update.outputs[0].matched_stop in list("aeiou")
+    assert (loads.num_running, loads.num_waiting) == (0, 0)
+
+
 async def test_outcomes_add_up_whatever_happens(served):
     """5 normal, 5 aborted in the queue, 5 aborted while they run, 5 refused; counters never fall on the way."""
     engine, port = served

@@ -81,11 +81,12 @@ def token_ids(update: GenerateUpdate) -> list[int]:
 
 
 def wait_idle(engine: AsyncEngine, timeout_s: float = 10) -> None:
-    """Waits until the engine has nothing to do, and has counted every request's end."""
+    """Waits until the engine has nothing to do, owns no block, and has counted every request's end."""
     done = threading.Event()
     for _ in range(int(timeout_s / 0.02)):
         loads = engine.loads()
-        if loads.num_running == loads.num_waiting == 0 and loads.requests_accepted == num_ended(loads):
+        idle = loads.num_running == loads.num_waiting == loads.kv_usage == 0
+        if idle and loads.requests_accepted == num_ended(loads):
             return
         done.wait(0.02)
     raise AssertionError(f"still busy after {timeout_s} s: {engine.loads()}")
