@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jserve.request import FinishReason
-from jserve.scheduler import SequenceState
+from jserve.scheduler import PolicySettings, SequenceState
 from tests.support.host_engine import HostEngine, expected_output, output, sequence
 
 
@@ -56,7 +58,7 @@ def test_a_running_decode_never_misses_a_step_because_of_a_prompt_that_does_not_
     running = sequence("running", prompt(6), 18)
     engine.add(running)
     engine.step()
-    engine.add(sequence("large", prompt(29, 3), 2), sequence("small", prompt(3, 9), 2))
+    engine.add(sequence("large", prompt(29, 3), 2), *(sequence(f"small {at}", prompt(3, at), 2) for at in range(5)))
     while not running.finished:
         plan = engine.step()
         assert running in plan.sequences
@@ -75,6 +77,23 @@ def test_the_victim_has_the_lowest_priority_and_arrived_last():
     assert early.num_preemptions >= 1 >= late.num_preemptions
     for one in (urgent, early, late):
         check(one, 9)
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(4)))
+def test_for_an_urgent_newcomer_the_least_urgent_one_yields_in_whatever_order_they_came(order):
+    engine = HostEngine(num_blocks=14, budget=32, prefix_cache=False, policy=PolicySettings("priority"))
+    running = {priority: sequence(f"{priority}", prompt(7, priority), 6, priority=priority) for priority in order}
+    engine.add(*running.values())
+    assert engine.step().num_rows == 4
+    newcomer = sequence("new", prompt(7, 9), 6, priority=-1)  # two blocks and one of head-room each: one too many
+    engine.add(newcomer)
+    plan = engine.step()
+    assert set(plan.sequences) == {running[0], running[1], running[2], newcomer}
+    assert plan.num_tokens == plan.num_scheduled.sum() == 3 + 7
+    engine.run()
+    assert [running[priority].num_preemptions for priority in range(4)] == [0, 0, 0, 1]
+    for one in (*running.values(), newcomer):
+        check(one, 6)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
