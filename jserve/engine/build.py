@@ -9,11 +9,18 @@ from pathlib import Path
 
 import jax
 
-from jserve.config import Config, ConfigError
+from jserve.config import BadUsage, Config, ConfigError
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.info import ModelInfo
 from jserve.engine.loop import EngineLoop
-from jserve.engine.pool_size import check_model_fits, count_host_blocks, pool_layouts, quantization, size_pool
+from jserve.engine.pool_size import (
+    check_model_fits,
+    count_host_blocks,
+    pool_layouts,
+    quantization,
+    shortfall,
+    size_pool,
+)
 from jserve.engine.settings import check_settings, policy_settings, read_generation_defaults, resolve_automatic
 from jserve.engine.step_log import KvSettings, StepLog
 from jserve.engine.streams import OutputThread
@@ -123,6 +130,8 @@ def assemble_engine(
         config = config.replace("kv", num_blocks=bundle.num_blocks)  # what its programs were made for
     memory = size_pool(model.config, placement.bytes_per_device(model.params), config, placement, plan)
     for line in str(memory).splitlines():
+        report.line(line)
+    if line := shortfall(memory, model.config.context_length):
         report.line(line)
     bytes_per_block = memory.bytes_per_block * placement.num_shards  # of all devices
     num_host_blocks = count_host_blocks(config, memory.pool_bytes * placement.num_shards, bytes_per_block)
@@ -240,7 +249,7 @@ def make_programs(
         for one, group in zip(layouts, groups)
     }
     if len(implementations) != 1:
-        raise ConfigError(f"kernel.attention: the layer groups need different ones: {', '.join(sorted(implementations))}")
+        raise BadUsage(f"kernel.attention: the layer groups need different ones: {', '.join(sorted(implementations))}")
     return ProgramSet(
         model,
         plan,
@@ -263,7 +272,7 @@ def open_disk(config: Config, num_host_blocks: int, report: Report) -> DiskStore
     if config.kv.disk_path is None:
         return None
     if not (config.kv.prefix_cache and config.kv.host_tier and num_host_blocks):
-        raise ConfigError(
+        raise BadUsage(
             f"kv.disk_path = {config.kv.disk_path!r}: blocks come and go through host memory, which needs "
             "kv.prefix_cache, kv.host_tier and room in kv.host_memory_bytes"
         )

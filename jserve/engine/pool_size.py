@@ -13,6 +13,7 @@ from jserve.parallel.placement import Placement
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, make_compile_plan
 from jserve.runner.memory import GroupMemory, MemoryPlan, available_host_bytes, plan_memory
 from jserve.sampling.shaping import BYTES_PER_ID
+from jserve.scheduler.seating import STEP_TOKENS
 from jserve.weights.checkpoint import Checkpoint
 from jserve.weights.errors import WeightsError
 from pallas_kernels.paged_attention import PoolLayout, layout
@@ -90,6 +91,17 @@ def size_pool(
         groups=group_memory(model, config, layouts, plan),
         block_size=config.kv.block_size,
         num_devices=placement.num_shards,
+    )
+
+
+def shortfall(memory: MemoryPlan, context_length: int) -> str | None:
+    """What to say where the pools hold no sequence as long as the context."""
+    most = memory.most_tokens(STEP_TOKENS)
+    if most is None or most >= context_length:
+        return None
+    return (
+        f"the KV pool holds {most:,} tokens of one sequence and the context is {context_length:,}: longer prompts are"
+        " refused, longer outputs end with LENGTH"
     )
 
 
