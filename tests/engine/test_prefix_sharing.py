@@ -9,7 +9,7 @@ import pytest
 from jserve.weights.load import load_model
 from tests.engine.test_parallel_sampling import engine_of
 from tests.support.engines import answers, request, run, token_ids
-from tests.support.tiny_models import full_logits, random_gguf
+from tests.support.tiny_models import naive_generate, random_gguf
 
 BLOCK = 8
 PROMPT = [(11 * i) % 500 for i in range(4 * BLOCK + 1)]
@@ -21,12 +21,7 @@ def path(tmp_path_factory):
 
 
 def naive(model, prompt: list[int], count: int) -> list[int]:
-    """The greedy continuation; every sequence is padded to one length, which compiles once."""
-    ids = list(prompt)
-    for _ in range(count):
-        padded = ids + [0] * (64 - len(ids))
-        ids.append(int(full_logits(model.params, model.config, padded)[len(ids) - 1].argmax()))
-    return ids[len(prompt) :]
+    return naive_generate(model.params, model.config, prompt, count, padded_to=64)
 
 
 def cached(update) -> int:

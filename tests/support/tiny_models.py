@@ -57,11 +57,14 @@ def full_hidden(params: Any, config: ModelConfig, token_ids: Sequence[int]) -> n
     return np.asarray(_whole_sequence(params, config, jnp.asarray(token_ids, jnp.int32), "reference")[0])
 
 
-def naive_generate(params: Any, config: ModelConfig, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """Greedy continuation: the whole sequence again for each token, padded to one length so that it compiles once."""
-    ids = list(prompt)
+def naive_generate(
+    params: Any, config: ModelConfig, prompt: Sequence[int], num_tokens: int, padded_to: int | None = None
+) -> list[int]:
+    """Greedy continuation: the whole sequence again for each token, padded to one length so that it compiles once; with
+    `padded_to` once for prompts of all lengths."""
+    ids, length = list(prompt), padded_to or len(prompt) + num_tokens
     for _ in range(num_tokens):
-        padded = ids + [0] * (len(prompt) + num_tokens - len(ids))  # causal: what follows changes nothing before it
+        padded = ids + [0] * (length - len(ids))  # causal: what follows changes nothing before it
         ids.append(int(full_logits(params, config, padded)[len(ids) - 1].argmax()))
     return ids[len(prompt) :]
 
