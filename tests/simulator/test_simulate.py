@@ -93,7 +93,7 @@ def test_our_capacity_under_a_gap_target_is_above_that_of_whole_prefills():
     assert found[0].rate >= 2 * max(found[1].rate, 4.0)
 
 
-def test_a_hundred_thousand_requests_take_a_minute_of_cpu_and_end_once_each():
+def test_a_hundred_thousand_requests_take_a_minute_of_cpu_and_every_step_keeps_the_rules():
     count = 100_000
     requests = workload.uniform_lengths(count, 48, 8, 0.5, 0).requests(workload.arrival_times(count, 4_000, 1.0, 0))
     system = EngineSystem(EngineSettings(25_720, 16, 8192, 2048, 256, step_cost_tokens=295))
@@ -103,6 +103,14 @@ def test_a_hundred_thousand_requests_take_a_minute_of_cpu_and_end_once_each():
     assert [len(run.token_times[one.number]) for one in requests] == [one.output for one in requests]
     assert system.scheduler.blocks.num_used_blocks == 0 and not run.refused
     assert run.useful_share > 0.9
+    assert 0 < min(run.step_useful) and max(run.step_useful) <= 2048, "progress in every step, within the budget"
+    entered = [run.first_steps[one.number] for one in requests]
+    assert entered == sorted(entered), "first come, first served"
+    times = np.concatenate([run.token_times[one.number] for one in requests])
+    step_of_token = np.searchsorted(run.step_ends, times)
+    is_first = np.zeros(len(times), bool)
+    is_first[np.cumsum([0, *(one.output for one in requests[:-1])])] = True
+    assert (np.diff(step_of_token)[~is_first[1:]] == 1).all(), "a decode missed a step"
 
 
 def test_simulated_time_is_the_roofline_of_every_step():
