@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 
@@ -25,11 +26,17 @@ async def start_engine(config: Config, report):
     """
 
     def build():
+        import jax
+
+        from jserve.doctor.devices import unused
         from jserve.engine.build import build_engine
         from jserve.engine.settings import check_settings
         from jserve.weights.fetch import with_model_on_disk
 
         check_settings(config)  # a bad one should not cost a fetch and a load
+        if not os.environ.get("JAX_PLATFORMS"):  # else somebody chose
+            for text, next_step in unused(jax.default_backend(), os.environ):
+                report.line(f"warning: {text}; next: {next_step}")
         return build_engine(with_model_on_disk(config, report.line), report)
 
     return await _in_daemon_thread(build, BUILD_THREAD)

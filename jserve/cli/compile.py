@@ -17,7 +17,10 @@ from jserve.cli.progress import StartReport
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_flags(parser)
-    parser.add_argument("--out", required=True, metavar="FOLDER", help="the folder to make, here or gs://bucket/folder; must not be there yet")
+    parser.add_argument(
+        "--out", required=True, metavar="FOLDER",
+        help="the folder to make, here or gs://bucket/folder; must not be there yet",
+    )
     parser.add_argument(
         "--target", metavar="TPU",
         help="v4, v5e, v5p, v6e, tpu7x, or v5e-8 and such, without having one (needs libtpu) [this machine]",
@@ -63,14 +66,16 @@ def compile_here(arguments: argparse.Namespace) -> int:
     finally:
         report.close()
     num_bytes, seconds = sum(entry["num_bytes"] for entry in bundle.programs.values()), time.perf_counter() - began
+    path = arguments.out if is_bucket else str(bundle.folder)
     if arguments.json:
-        print(json.dumps({"path": arguments.out if is_bucket else str(bundle.folder), "num_programs": len(bundle.programs), "num_bytes": num_bytes,
-                          "num_blocks": bundle.num_blocks, "seconds": round(seconds, 1),
-                          "device": bundle.facts["device"]}))
+        print(json.dumps({
+            "path": path, "num_programs": len(bundle.programs), "num_bytes": num_bytes,
+            "num_blocks": bundle.num_blocks, "seconds": round(seconds, 1), "device": bundle.facts["device"],
+        }))
         return 0
     print(f"{len(bundle.programs)} programs for {bundle.facts['device']}, {num_bytes / 1e6:,.0f} MB, {seconds:.1f} s",
           file=sys.stderr)
-    print(arguments.out if is_bucket else bundle.folder)
+    print(path)
     return 0
 
 

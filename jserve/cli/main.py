@@ -133,7 +133,9 @@ def user_line(error: Exception) -> str | None:
     from jserve.request import Code, RequestError
 
     if isinstance(error, RequestError):
-        return None if error.code is Code.INTERNAL else f"{error.code.value}: {error.message}"
+        if error.code is Code.INTERNAL:
+            return None
+        return f"{error.code.value}: {error.message}{_next_step(error.code.value, error.message)}"
     checkpoint_errors = _loaded(("jserve.models.config", "ModelError"), ("jserve.tokenizer", "TokenizerError"))
     if isinstance(error, (ConfigError, *checkpoint_errors)):
         return _one_line(str(error))
@@ -141,6 +143,15 @@ def user_line(error: Exception) -> str | None:
         where = f": {error.filename}" if error.filename else ""
         return _one_line(f"{error.strerror or error}{where}")
     return None
+
+
+def _next_step(code: str, message: str) -> str:
+    """What a person at a terminal can do about what a server, or nobody, answered."""
+    if code == "UNAUTHENTICATED":
+        return "; give a token with --token-file FILE"
+    if code == "UNAVAILABLE" and "onnect" in message:
+        return "; is a server there (`jserve serve`), and does it want TLS (--tls-ca FILE)?"
+    return ""
 
 
 def _loaded(*names: tuple[str, str]) -> tuple[type, ...]:

@@ -57,8 +57,7 @@ class StartReport:
                 self._draw(phase, done, total)
             elif done >= total or now - max(self._last_line, began) >= LINE_EVERY_S:
                 self._last_line = now
-                amounts = f"{_amount(done)}/" if done < total else ""
-                print(f"{phase}: {amounts}{_amount(total)} in {now - began:.1f} s", file=self._stream, flush=True)
+                print(f"{phase}: {_share(done, total)} in {now - began:.1f} s", file=self._stream, flush=True)
 
     def close(self) -> None:
         """Takes the bar away; lines after it are plain again."""
@@ -79,11 +78,10 @@ class StartReport:
             self._bar = Progress(*columns, console=Console(file=self._stream), transient=True)
             self._task = self._bar.add_task(phase, total=total, so_far="")
             self._bar.start()
-        so_far = f"{_amount(done)}/{_amount(total)}"
-        self._bar.update(self._task, description=phase, completed=done, total=total, so_far=so_far)
+        self._bar.update(self._task, description=phase, completed=done, total=total, so_far=_share(done, total))
         if done >= total:
             self._stop_bar()
-            print(f"{phase}: {_amount(total)} in {self.seconds[phase]:.1f} s", file=self._stream, flush=True)
+            print(f"{phase}: {_share(total, total)} in {self.seconds[phase]:.1f} s", file=self._stream, flush=True)
 
     def _stop_bar(self) -> None:
         if self._bar is not None:
@@ -91,6 +89,10 @@ class StartReport:
             self._bar = None
 
 
-def _amount(count: int) -> str:
-    """A count as it is; what can only be bytes in MB."""
-    return str(count) if count < 10_000_000 else f"{count / 1e6:,.0f} MB"
+def _share(done: int, total: int) -> str:
+    """Counts as they are; what can only be bytes in MB."""
+    is_bytes = total >= 10_000_000
+    amount = f"{total / 1e6:,.0f} MB" if is_bytes else str(total)
+    if done >= total:
+        return amount
+    return f"{done / 1e6:,.0f} of {amount}" if is_bytes else f"{done}/{amount}"

@@ -52,11 +52,7 @@ def judge(
     if tensor_parallel_size > count:
         findings.append(Finding("devices", FAIL, f"parallel.tensor_parallel_size = {tensor_parallel_size}, "
                                 f"and there are {count} devices", f"--tensor-parallel-size {count}"))
-    chosen = environment.get("JAX_PLATFORMS")
-    for kind, install in (("gpu", "pip install 'jax[cuda13]'"), ("tpu", "pip install 'jax[tpu]'")):
-        if kind in there and platform == "cpu":
-            step = f"unset JAX_PLATFORMS (it is {chosen})" if chosen else install
-            findings.append(Finding("devices", WARN, f"a {kind.upper()} is here, and jax does not use it", step))
+    findings += [Finding("devices", WARN, *one) for one in unused(platform, environment, there)]
     in_use = found.get("bytes_in_use")
     if limit and platform == "gpu" and in_use and in_use > 0.1 * limit:
         text = f"{in_use / 2**30:.1f} GiB of the GPU are in use already"
@@ -66,6 +62,21 @@ def judge(
             text = f"{name} is set: results may differ from jserve's"
             findings.append(Finding("devices", WARN, text, f"unset {name}"))
     return findings
+
+
+def unused(
+    platform: str, environment: Mapping[str, str], there: frozenset[str] | None = None
+) -> list[tuple[str, str]]:
+    """(what is wrong, what to do) for each accelerator of this machine while jax computes on the CPU."""
+    if platform != "cpu":
+        return []
+    chosen = environment.get("JAX_PLATFORMS")
+    installs = {"gpu": "pip install 'jax[cuda13]'", "tpu": "pip install 'jax[tpu]'"}
+    return [
+        (f"a {kind.upper()} is here, and jax does not use it",
+         f"unset JAX_PLATFORMS (it is {chosen})" if chosen else f"{install}, or see what `jserve doctor` says")
+        for kind, install in installs.items() if kind in (hardware() if there is None else there)
+    ]
 
 
 def hardware() -> frozenset[str]:

@@ -95,7 +95,8 @@ def check_server(config: Config) -> list[Finding]:
         with contextlib.suppress(OSError):
             if path and Path(path).stat().st_mode & stat.S_IROTH:
                 text = f"server.{key}: {path} can be read by everybody"
-                findings.append(Finding("server", WARN, text, f"chmod 600 {path}"))
+                step = f"chmod o-r {path}; owner or group must be the server's user"
+                findings.append(Finding("server", WARN, text, step))
     if not findings:
         findings.append(Finding("server", OK, f"port {', '.join(used) or 'any'} on {section.host} free to listen on"))
     return findings

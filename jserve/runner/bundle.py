@@ -115,9 +115,15 @@ def write_bundle(
 
 
 def check_free(folder: Path) -> None:
-    """ConfigError where a bundle would take the place of something."""
+    """ConfigError where a bundle would take the place of something, or could not be written: before minutes of work."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadUsage(f"--out {folder}: already there; remove it, or name another folder")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: {error.strerror or error}; name a folder that can be written") from None
 
 
 def _write(folder: Path, name: str, compiled: jax.stages.Compiled) -> dict[str, Any]:

@@ -60,7 +60,10 @@ def from_hugging_face(name: str, report: Report) -> Path:
     except errors.EntryNotFoundError as error:
         why = f"{repository} has no {file}"
         if isinstance(error, errors.LocalEntryNotFoundError):
-            why = "the hub cannot be reached and it is not in the cache (HF_HOME)"
+            why = (
+                "the hub cannot be reached and it is not in the cache (HF_HOME); fetch it where there is a network"
+                " (`hf download`), copy it here and name the folder"
+            )
     except OSError as error:  # the disk, or the network
         why = error.strerror or _first_line(error)
     except Exception as error:  # the client raises many kinds

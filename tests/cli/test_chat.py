@@ -82,3 +82,4 @@ def test_the_address_of_no_server_is_one_line(monkeypatch, capsys):
     assert cli.main(["chat", "--address", "127.0.0.1:1"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("jserve chat: UNAVAILABLE: ") and len(error.splitlines()) == 1
+    assert "is a server there (`jserve serve`)" in error

@@ -28,6 +28,14 @@ def test_bytes_are_shown_as_such():
     assert stream.getvalue().startswith("load weights: 538 MB in ")
 
 
+def test_a_part_of_bytes_is_told_in_the_unit_of_the_whole():
+    stream = Terminal()
+    report = StartReport(stream)
+    report.progress("load weights", 1_972_224, 538_060_032)
+    report.close()
+    assert "2 of 538 MB" in stream.getvalue() and "1972224" not in stream.getvalue()
+
+
 def test_a_terminal_gets_a_bar_and_a_line_for_each_finished_phase():
     stream = Terminal()
     report = StartReport(stream)

@@ -7,6 +7,7 @@ import pytest
 from jserve import LLM, SamplingParams
 from jserve.cli import config_file
 from jserve.cli import main as cli
+from jserve.doctor import devices
 from jserve.weights.load import load_model
 from tests.support.tiny_models import naive_generate, random_gguf
 
@@ -53,6 +54,17 @@ def config(tmp_path_factory, model):
 def llm(config):
     with LLM(config=config_file.load(config)) as llm:
         yield llm
+
+
+@pytest.mark.parametrize("chosen", [None, "cpu"])
+def test_a_start_beside_an_accelerator_that_jax_does_not_see_says_so(config, monkeypatch, capsys, chosen):
+    monkeypatch.setattr(devices, "hardware", lambda: frozenset({"tpu"}))
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)  # jax has started: it stays on the CPU
+    if chosen:
+        monkeypatch.setenv("JAX_PLATFORMS", chosen)
+    assert cli.main(["generate", "--config", config, "--max-tokens", "1", "abc"]) == 0
+    warned = "warning: a TPU is here, and jax does not use it; next: pip install 'jax[tpu]'" in capsys.readouterr().err
+    assert warned == (chosen is None)
 
 
 @pytest.fixture(scope="module")

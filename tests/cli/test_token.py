@@ -47,7 +47,8 @@ def test_chat_with_a_server_that_wants_tls_and_a_token(tmp_path, capsys, monkeyp
         assert cli.main([*command, "--token-file", str(tmp_path / "red.token")]) == 0
         assert capsys.readouterr().out == f"{whole_text(3)}\n"
         assert cli.main(command) == 1
-        assert capsys.readouterr().err.startswith("jserve chat: UNAUTHENTICATED: a bearer token is needed")
+        error = capsys.readouterr().err
+        assert error.startswith("jserve chat: UNAUTHENTICATED: a bearer token is needed") and "--token-file" in error
 
 
 @pytest.mark.parametrize("flags, message", [

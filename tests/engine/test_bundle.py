@@ -111,6 +111,8 @@ def test_what_is_in_the_way_or_missing_is_said(model, bundle, tmp_path):
         open_bundle(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="--target v1: one of v4, v5e"):
         compile_bundle(config_for(model), tmp_path / "bundle", "v1")
+    with pytest.raises(ConfigError, match="--out /proc/no/bundle: .*; name a folder that can be written"):
+        compile_bundle(config_for(model), "/proc/no/bundle")
     assert list(tmp_path.iterdir()) == []
     assert dataclasses.asdict(open_bundle(bundle.folder)) == dataclasses.asdict(bundle)
 
