@@ -140,7 +140,8 @@ def test_offline_without_a_copy_is_one_clear_line(cached):
         with pytest.raises(ConfigError) as refused:
             fetch.locate(name, cached)
         assert str(refused.value) == (
-            f"model.path = {name!r}: cannot be fetched: the hub cannot be reached and it is not in the cache (HF_HOME)"
+            f"model.path = {name!r}: cannot be fetched: the hub cannot be reached and it is not in the cache (HF_HOME);"
+            " fetch it where there is a network (`hf download`), copy it here and name the folder"
         )
 
 
