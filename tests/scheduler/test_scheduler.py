@@ -97,6 +97,25 @@ def test_for_an_urgent_newcomer_the_least_urgent_one_yields_in_whatever_order_th
 
 
 @pytest.mark.parametrize("overlap", [False, True])
+def test_whoever_came_first_the_lowest_priority_yields_and_the_others_run_on(overlap):
+    for order in itertools.permutations(range(4)):
+        engine = HostEngine(num_blocks=8, budget=32, overlap=overlap, prefix_cache=False)
+        four = {priority: sequence(str(priority), prompt(3, priority), 5, priority=priority) for priority in order}
+        engine.add(*four.values())
+        engine.step()  # a block each; there are three more, and all four will want one in the same step
+        assert engine.blocks.num_free_blocks == 3
+        engine.add(urgent := sequence("urgent", prompt(4, 9), 2, priority=-1))
+        while not any(one.num_preemptions for one in four.values()):
+            plan = engine.step()
+        assert [one.num_preemptions for one in (four[at] for at in range(4))] == [0, 0, 0, 1]
+        assert plan.sequences == [four[at] for at in range(3)], "the victim is not in the step, the others all are"
+        engine.run()
+        for one in four.values():
+            check(one, 5)
+        check(urgent, 2)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
 def test_a_preempted_sequence_comes_back_before_newcomers_of_its_priority(overlap):
     engine = HostEngine(num_blocks=9, overlap=overlap, prefix_cache=False)
     pair = [sequence("a", prompt(14, 1), 10), sequence("b", prompt(10, 2), 10)]
@@ -180,6 +199,66 @@ def test_an_abort_in_any_state_releases_everything_once(overlap, after_steps):
     assert victim.num_known == known and victim.finish_reason is FinishReason.ABORTED
     check(other, 8)
     assert engine.blocks.num_used_blocks == 0
+
+
+def test_an_abort_between_a_step_and_its_results_ends_a_request_once():
+    """Also of the step with which it ends by itself; a thousand orders of arrivals, aborts and steps."""
+    for seed in range(1000):
+        random = np.random.default_rng(seed)
+        engine = HostEngine(num_blocks=10, budget=8, overlap=bool(seed % 2), max_num_seqs=3)
+        work = [sequence(str(at), prompt(int(random.integers(1, 9)), at % 2), int(random.integers(1, 5))) for at in range(5)]
+        coming, told = list(work), {}
+        while coming or engine.scheduler.has_work or engine.in_flight:
+            action = random.integers(3)
+            if action == 0 and coming:
+                engine.add(coming.pop())
+            elif action == 1 and (alive := [one for one in work if not one.finished and one not in coming]):
+                victim = alive[random.integers(len(alive))]
+                engine.abort(victim)
+                told[victim] = victim.num_known
+            elif engine.scheduler.has_work or engine.in_flight:
+                launch_then_maybe_abort(engine, random, told)
+        for one in work:
+            check(one, one.num_output)
+            aborted = one in told
+            assert one.finish_reason is (FinishReason.ABORTED if aborted else FinishReason.LENGTH)
+            assert one.num_known == told[one] if aborted else one.num_output == one.sampling.max_tokens
+        assert engine.blocks.num_used_blocks == engine.scheduler.num_waiting == engine.scheduler.num_running == 0
+
+
+def launch_then_maybe_abort(engine: HostEngine, random: np.random.Generator, told: dict) -> None:
+    """A turn of the loop, with aborts while its step is under way."""
+    launch = engine.runner.launch
+
+    def launch_and_abort(plan):
+        forced = launch(plan)
+        for one in plan.sequences:
+            if random.random() < 0.2 and not one.finished:
+                engine.abort(one)
+                told[one] = one.num_known
+        return forced
+
+    engine.runner.launch = launch_and_abort
+    try:
+        engine.step()
+    finally:
+        engine.runner.launch = launch
+
+
+def test_200_prompts_of_5_families_through_6_blocks_read_their_own_tokens():
+    """Freed blocks are poisoned, and every step reads back what it attends to."""
+    random = np.random.default_rng(1)
+    engine = HostEngine(num_blocks=7, budget=8, checks_kv=True, overlap=True)
+    families = random.integers(0, 1000, (5, 20))
+    work = []
+    for at in range(200):
+        tokens = [*families[random.integers(5)][: random.integers(0, 19)].tolist(), int(random.integers(1000))]
+        work.append(sequence(str(at), tokens, int(random.integers(1, 5))))
+    engine.run(work)
+    for one in work:
+        check(one, one.sampling.max_tokens)
+    assert sum(one.num_cached for one in work) > 0 and engine.blocks.stats.num_evicted_blocks > 0
+    assert engine.blocks.num_free_blocks + engine.blocks.num_cached_blocks == 6
 
 
 def test_a_shared_prefix_is_computed_once():
