@@ -7,6 +7,7 @@ so callers run it in a thread.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -15,9 +16,9 @@ from dataclasses import dataclass
 import llguidance
 import numpy as np
 
-from jserve.grammar.json_place import find_key
 from jserve.grammar.keywords import drop_annotations, unknown_keyword
 from jserve.grammar.matcher import Matcher
+from jserve.grammar.place import pattern_fault, place_in_gbnf, place_in_schema
 from jserve.request import RequestError, StructuredOutput, invalid
 from jserve.tokenizer import Tokenizer
 
@@ -76,13 +77,34 @@ class GrammarCompiler:
         source = _source(asked)
         prototype = llguidance.LLMatcher(self._token_table(), source, log_level=0, limits=LIMITS)
         if prototype.is_error():
-            raise _refusal(asked, _explain(prototype.get_error(), asked))
+            raise _refusal(asked, self._explain(prototype.get_error(), asked))
         first_mask = prototype.deep_copy()
         if not any(first_mask.compute_bitmask()) or first_mask.is_error() or _is_dead(first_mask):
             raise _refusal(asked, "no text satisfies it")
         if (error := _error_of_trial_walks(prototype)) is not None:
-            raise _refusal(asked, f"it needs too much work a token: {_explain(error, asked)}")
+            raise _refusal(asked, f"it needs too much work a token: {_one_line(error)}")
         return Grammar(asked.field, prototype, -(-self._tokenizer.vocab_size // 32))
+
+    def _explain(self, error: str, asked: StructuredOutput) -> str:
+        """llguidance's message in one line, with the place of the fault in what the client wrote."""
+        fault = pattern_fault(error)
+        if fault is not None and asked.field == "regex":
+            return f"{fault.why}{fault.character(asked.value)}"
+        if asked.field == "json_schema":
+            place = place_in_schema(json.loads(asked.value), error, self._error_of_schema)
+            where = "" if place is None else f" at {place}"
+            return f"{_one_line(error)}{where}" if fault is None else f"{fault.why}{where},{fault.character()}"
+        if fault is not None:
+            error = error.replace(fault.text, f"{fault.why}{fault.character()} of the regex")
+        return _one_line(error)
+
+    def _error_of_schema(self, schema: object) -> str | None:
+        try:
+            source = llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=JSON_RULES)
+        except ValueError as error:
+            return str(error)
+        matcher = llguidance.LLMatcher(self._token_table(), source, log_level=0, limits=LIMITS)
+        return matcher.get_error() if matcher.is_error() else None
 
     def _token_table(self) -> llguidance.LLTokenizer:
         """Made when first needed: it takes a few tenths of a second."""
@@ -129,7 +151,8 @@ def _source(asked: StructuredOutput) -> str:
             try:
                 return llguidance.grammar_from("grammar", asked.value)
             except Exception as error:  # its GBNF reader raises what it likes
-                raise _refusal(asked, f"neither Lark nor GBNF: {error}") from None
+                where = place_in_gbnf(asked.value, str(error))
+                raise _refusal(asked, f"neither Lark nor GBNF: {error}{where}") from None
     raise AssertionError(asked.field)
 
 
@@ -181,13 +204,10 @@ def _is_dead(state: llguidance.LLMatcher) -> bool:
     return state.is_stopped() and not state.is_accepting()
 
 
-def _explain(error: str, asked: StructuredOutput) -> str:
-    """llguidance's message in one line, with the place in the schema where it names a keyword."""
-    message = " ".join(error.replace("<non-verbose/>", "").split())
-    if asked.field == "json_schema":
-        place = find_key(json.loads(asked.value), message)
-        return message if place is None else f"{message} at {place}"
-    return message
+def _one_line(error: str) -> str:
+    # Its advice is about an option that would not keep what the schema says.
+    message = re.sub(r"oneOf constraints are not supported\..*", "oneOf is supported where its cases cannot overlap", error)
+    return " ".join(message.replace("<non-verbose/>", "").split())
 
 
 def _refusal(asked: StructuredOutput, why: str) -> RequestError:

@@ -27,6 +27,12 @@ _OTHER_FORMATS = frozenset(
     "idn-email idn-hostname uri-reference iri iri-reference uri-template json-pointer relative-json-pointer regex".split()
 )
 """JSON Schema's own that llguidance lacks; what JSON Schema does not define (binary, password) is an annotation."""
+_NEUTRAL = {
+    "uniqueItems": (False,), "nullable": (False,), "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}), "dependentRequired": ({},), "dependentSchemas": ({},), "dependencies": ({},),
+}  # fmt: skip
+"""Values that ask for nothing, of keywords that llguidance lacks."""
+_HINTS = {"nullable": '; JSON Schema says "type": [..., "null"]'}
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMAS = (
     "items", "additionalItems", "additionalProperties", "unevaluatedItems", "unevaluatedProperties", "contains",
@@ -40,18 +46,26 @@ def unknown_keyword(schema: object) -> str | None:
         if isinstance(node.get("format"), str) and node["format"] in _OTHER_FORMATS:
             return f"format {node['format']!r} at {place}/format is not supported"
         for key in node:
-            if key not in _CONSTRAINTS and key not in _ANNOTATIONS and not key.startswith("x-"):
+            is_known = key in _CONSTRAINTS or key in _ANNOTATIONS or key.startswith("x-") or _is_neutral(node, key)
+            if not is_known:
                 near = difflib.get_close_matches(key, _CONSTRAINTS, n=1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                return f"unknown keyword at {place}/{_escaped(key)}{hint}"
+                hint = _HINTS.get(key) or (f"; did you mean {near[0]}?" if near else "")
+                return f"unknown keyword at {place}/{escaped(key)}{hint}"
     return None
 
 
 def drop_annotations(schema: object) -> None:
-    """Takes out, in place, what binds nothing and llguidance would refuse: formats that JSON Schema does not define."""
+    """Takes out, in place, what binds nothing and llguidance would refuse: formats that JSON Schema does not define, and
+    keywords with the value that asks for nothing."""
     for _, node in _schemas_in(schema):
         if isinstance(node.get("format"), str) and node["format"] not in _ENFORCED_FORMATS:
             del node["format"]
+        for key in [key for key in node if _is_neutral(node, key)]:
+            del node[key]
+
+
+def _is_neutral(node: dict, key: str) -> bool:
+    return any(type(node[key]) is type(one) and node[key] == one for one in _NEUTRAL.get(key, ()))
 
 
 def _schemas_in(schema: object) -> Iterator[tuple[str, dict]]:
@@ -61,13 +75,13 @@ def _schemas_in(schema: object) -> Iterator[tuple[str, dict]]:
         place, node = stack.pop()
         if isinstance(node, dict):
             yield place, node
-            stack.extend(reversed(list(_subschemas(place, node))))
+            stack.extend(reversed(list(subschemas(place, node))))
 
 
-def _subschemas(place: str, node: dict) -> Iterator[tuple[str, object]]:
+def subschemas(place: str, node: dict) -> Iterator[tuple[str, object]]:
     for name in _MAPS:
         if isinstance(node.get(name), dict):
-            yield from ((f"{place}/{name}/{_escaped(key)}", inner) for key, inner in node[name].items())
+            yield from ((f"{place}/{name}/{escaped(key)}", inner) for key, inner in node[name].items())
     for name in _SCHEMAS:
         inner = node.get(name)
         if isinstance(inner, list):
@@ -76,5 +90,5 @@ def _subschemas(place: str, node: dict) -> Iterator[tuple[str, object]]:
             yield f"{place}/{name}", inner
 
 
-def _escaped(key: str) -> str:
+def escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")

@@ -17,8 +17,7 @@ from jserve.request import Code, EarlyStopping, RequestError, SamplingParams, in
 
 _SAMPLING_FIELDS = tuple(field.name for field in dataclasses.fields(SamplingParams))
 _LABELS = ("user", "safety_identifier", "prompt_cache_key")
-"""Names for the client's own books, and a hint where its prefixes may be cached: by OpenAI's definition they ask nothing
-of the answer."""
+"""Names for the client's own books, and a hint for caches: by OpenAI's definition they ask nothing of the answer."""
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,10 @@ NUM_SWAPPED = 16
 """Blocks that one program moves to or from host memory, and the size of its staging buffer."""
 
 
+CPU_OPTIONS = {
+    "xla_cpu_parallel_codegen_split_count": 1, "xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 2
+}  # fmt: skip
+"""Of every CPU program but large layers, see Programs.compiler_options."""
 POISON_BYTE = 0x46
 """Of 8-bit pools: 70 as int8, 13 as fp8, and 12,689 as a scale of both."""
 POISON = 100.0
@@ -325,12 +329,11 @@ class ProgramSet:
         64 tokens a tenth slower, of larger ones a third)."""
         if self._layouts[0].platform != "cpu":
             return step_compiler_options(self.placement.devices[0].device_kind)
-        options = {"xla_cpu_parallel_codegen_split_count": 1}
         is_large = isinstance(program, tuple) and str(program[1]).startswith("layer") and program[0].num_tokens >= 32
         is_large &= self.plan.row_tile is None  # one emitter, one rounding, whatever the budget
         if is_large:
-            return options | {"xla_llvm_disable_expensive_passes": True}
-        return options | {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 2}
+            return {"xla_cpu_parallel_codegen_split_count": 1, "xla_llvm_disable_expensive_passes": True}
+        return CPU_OPTIONS
 
     def facts(self, params: ServedParams) -> dict[str, str]:
         """What decides which programs these are, by name; `params` may be shapes."""

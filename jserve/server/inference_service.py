@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Iterable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 
 import grpc
 
@@ -64,8 +65,8 @@ class InferenceService:
                                field="prompt")
         for unused in ("add_special_tokens", "return_offsets") if is_chat else ("add_generation_prompt", "tools"):
             if any(field.name == unused for field, _ in message.ListFields()):
-                raise RequestError(Code.INVALID_ARGUMENT,
-                                   f"{unused}: has no meaning with {'messages' if is_chat else 'a prompt'}", field=unused)
+                other = "messages" if is_chat else "a prompt"
+                raise RequestError(Code.INVALID_ARGUMENT, f"{unused}: has no meaning with {other}", field=unused)
         offsets = []
         if is_chat:
             token_ids = await _encode_chat(info.tokenizer, message)
@@ -119,8 +120,9 @@ def _spans(offsets: Iterable[tuple[int, int]]) -> list[pb.TextSpan]:
 async def _encode_chat(tokenizer, message: pb.TokenizeRequest) -> list[int]:
     add_prompt = message.add_generation_prompt if message.HasField("add_generation_prompt") else True
     messages, tools = convert.messages_from_proto(message.messages), convert.tools_from_proto(message.tools)
+    encode = partial(tokenizer.encode_chat, messages, add_generation_prompt=add_prompt, tools=tools)
     try:
-        return await asyncio.to_thread(tokenizer.encode_chat, messages, add_generation_prompt=add_prompt, tools=tools)
+        return await asyncio.to_thread(encode)
     except ChatTemplateError as error:
         raise RequestError(Code.INVALID_ARGUMENT, str(error), field=error.field) from None
     except ValueError as error:

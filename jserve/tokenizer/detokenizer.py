@@ -52,13 +52,15 @@ class Detokenizer:
         return pending.decode("utf-8", "replace")
 
 
-def decode_with_offsets(tokenizer, token_ids: Iterable[int], skip_special_tokens: bool) -> tuple[str, list[tuple[int, int]]]:
+def decode_with_offsets(
+    tokenizer, token_ids: Iterable[int], skip_special_tokens: bool
+) -> tuple[str, list[tuple[int, int]]]:
     """The text as `Tokenizer.decode` gives it, and for each id the (start, end) characters that it brings.
 
     A character belongs to the id that completes it; what is cut off at the end, to the last id.
     """
-    token_ids = list(token_ids)
-    text, stream, ends = tokenizer.decode(token_ids, skip_special_tokens), Detokenizer(tokenizer, skip_special_tokens), [0]
+    token_ids, ends = list(token_ids), [0]
+    text, stream = tokenizer.decode(token_ids, skip_special_tokens), Detokenizer(tokenizer, skip_special_tokens)
     for token_id in token_ids:
         ends.append(ends[-1] + len(stream.push([token_id])))
     ends[-1] += len(stream.finish())

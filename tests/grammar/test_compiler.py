@@ -74,22 +74,39 @@ def test_a_matcher_accepts_what_the_grammar_says(compiler, tokenizer, field, val
     ("json_schema", '{"$defs": {"a~b": {"nullable": true}}}', "#/$defs/a~0b/nullable"),
     ("json_schema", '{"properties": {"a/b": {"type": "array", "contains": {}}}}', "#/properties/a~1b/contains"),
     ("json_schema", '{"x-guidance": {"lenient": true}, "type": "array", "uniqueItems": true}', "#/uniqueItems"),
-    ("json_schema", '{"oneOf": [{"type": "string", "pattern": "a.*"}, {"type": "string", "pattern": ".*b"}]}', "oneOf"),
-    ("json_schema", '{"$ref": "http://example.com/schema"}', "example.com"),
+    ("json_schema", '{"$defs": {"a": {"nullable": true}}}', 'JSON Schema says "type": [..., "null"]'),
+    ("json_schema", '{"properties": {"a": {"items": {"oneOf": [{"type": "string", "pattern": "a.*"}, {"type": "string"}]}}}}',
+     "#/properties/a/items/oneOf"),
+    ("json_schema", '{"properties": {"a": {}, "b": {"$ref": "http://example.com/x"}}}', "fetch resources at #/properties/b/$ref"),
+    ("json_schema", '{"properties": {"b": {"$ref": "#/$defs/none"}}, "$defs": {"a": {}}}', "#/properties/b/$ref"),
+    ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{}, {"type": "strin"}]}}}', 
+     "strin at #/$defs/a/anyOf/1/type"),
+    ("json_schema", '{"properties": {"a": {"type": "string", "pattern": "ab(?=c)d"}}}',
+     "#/properties/a/pattern, at character 3"),
+    ("json_schema", '{"properties": {"a": {"type": "number", "minimum": "3"}}}', "#/properties/a/minimum"),
+    ("json_schema", '{"properties": {"a": {"type": "number", "multipleOf": 0}}}', "#/properties/a/multipleOf"),
+    ("json_schema", '{"properties": {"default": {"uniqueItems": true}}, "default": {"contains": 1}}',
+     "#/properties/default/uniqueItems"),
     ("json_schema", "false", "false"),
     ("json_schema", '{"$ref": "#"}', "no text"),
     ("json_schema", '{"type": "array", "items": ' * 500 + "{}" + "}" * 500, "recursion"),
-    ("regex", "[a-z", "unclosed"),
-    ("regex", "(?=a)b", "look-around"),
+    ("regex", "x[a-z", "unclosed character class at character 2"),
+    ("regex", "a/\n\u00e9(?=a)b", "is not supported at character 5"),
+    ("regex", r"(a)\1", "backreferences are not supported at character 4"),
+    ("regex", r"ab\bc", r"\b is not supported at character 3"),
     ("grammar", "start: foo", "1(8)"),
+    ("grammar", 'start: "a" /b(?!c)/', "is not supported at character 2 of the regex"),
+    ("grammar", 'root ::= b\nb ::= "x" item', "Rule 'item' not found at line 2 column 11"),
     ("grammar", 'start: "a', "1(10)"),
     ("regex", "(a?){500}a{500}", "too much work"),
-], ids=range(17))
+], ids=range(28))
 def test_a_refusal_names_field_and_place(compiler, field, value, place):
+    began = time.process_time()
     with pytest.raises(RequestError) as caught:
         compiler.compile(StructuredOutput(field, value))
     assert caught.value.code is Code.INVALID_ARGUMENT and caught.value.field == f"sampling_params.{field}"
     assert place in caught.value.message and len(caught.value.message) < 600
+    assert time.process_time() - began < 1
 
 
 def wide(depth: int) -> dict:
@@ -150,6 +167,13 @@ def test_annotations_and_names_of_properties_are_no_keywords(compiler):
     schema = {"title": "t", "x-order": 1, "$comment": "c", "type": "object", "default": {"minimun": 1},
               "properties": {"minimun": {"const": {"nullable": True}}, "enum": {"enum": [{"a": 1}]}}}
     compiler.compile(StructuredOutput("json_schema", json.dumps(schema)))
+
+
+def test_keywords_that_ask_for_nothing_are_taken_where_they_could_not_be_kept(compiler, tokenizer):
+    schema = {"type": "array", "uniqueItems": False, "unevaluatedItems": True, "items": {
+        "type": "object", "propertyNames": {}, "dependentRequired": {}, "nullable": False, "additionalProperties": False}}
+    asked = StructuredOutput("json_schema", json.dumps(schema))
+    assert follows(compiler, tokenizer, asked, "[{},{}]") and not follows(compiler, tokenizer, asked, "[null]")
 
 
 def test_formats_that_json_schema_does_not_define_bind_nothing(compiler):

@@ -65,7 +65,8 @@ async def test_tokenize_and_back():
         facts = (await ask(server, "GET", "/tokenizer_info")).json
         assert (facts["bos_token"], facts["eos_token"], facts["model_max_length"]) == ("<s>", "\x02", 4096)
         for path, body, param in (("/tokenize", {}, "prompt"), ("/tokenize", {"prompt": "x", "y": 1}, "y"),
-                                  ("/tokenize", {"messages": []}, "messages"), ("/tokenize", {"prompt": "x", "messages": []}, "messages"),
+                                  ("/tokenize", {"messages": []}, "messages"),
+                                  ("/tokenize", {"prompt": "x", "messages": []}, "messages"),
                                   ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "tools"),
                                   ("/tokenize", {"messages": HELLO, "return_offsets": True}, "return_offsets"),
                                   ("/tokenize", {"messages": HELLO, "tools": [{}]}, "tools[0]"),

@@ -58,8 +58,8 @@ def test_a_request_arrives_as_it_was_sent(request_):
 
 
 @pytest.mark.parametrize("request_, field", [
-    (GenerateRequest(prompt="p", sampling_params=SamplingParams(choice=[])), "sampling_params.choice"),
-    (GenerateRequest(prompt="p", sampling_params=SamplingParams(allowed_token_ids=[])), "sampling_params.allowed_token_ids"),
+    (GenerateRequest("p", sampling_params=SamplingParams(choice=[])), "sampling_params.choice"),
+    (GenerateRequest("p", sampling_params=SamplingParams(allowed_token_ids=[])), "sampling_params.allowed_token_ids"),
     (GenerateRequest(prompt="p", prompt_token_ids=[]), "prompt_token_ids"),
     (GenerateRequest(prompt="p", messages=[]), "messages"),
 ])

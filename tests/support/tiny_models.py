@@ -256,8 +256,11 @@ def random_gguf(
     context_length: int = 256,
     seed: int = 0,
     eos_token_id: int = 510,
+    num_rows: int = 512,
 ) -> Path:
     """A random float32 llama with an untied head, 512 tokens, and a byte-level tokenizer that spells any text.
+
+    `num_rows` above 512 pads embedding and head with rows that no token has.
 
     Weights are large enough that each token of the context moves the logits well above rounding.
     """
@@ -265,9 +268,9 @@ def random_gguf(
     fields = _byte_level_vocabulary(512, eos_token_id)
     tensors = _random_layers(rng, num_layers, d_model, 2 * d_model, num_heads, num_kv_heads, head_dim)
     tensors |= {
-        "model.embed_tokens.weight": rng.standard_normal((512, d_model), np.float32),
+        "model.embed_tokens.weight": rng.standard_normal((num_rows, d_model), np.float32),
         "model.norm.weight": np.ones(d_model, np.float32),
-        "lm_head.weight": rng.standard_normal((512, d_model), np.float32) / np.float32(d_model**0.5) * 3,
+        "lm_head.weight": rng.standard_normal((num_rows, d_model), np.float32) / np.float32(d_model**0.5) * 3,
     }
     write_gguf(
         path, tensors, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
