@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jserve.bench.report import RequestRecord
+from jserve.bench.ticks import decades, round_ticks
 
 WIDTH, LEFT, RIGHT = 1100, 70, 60
 MAX_BARS = 400
@@ -159,7 +160,7 @@ def _histogram(values: Sequence[float], what: str) -> str:
         anchor = "end" if place > width - 110 else "start"
         body.append(f"<line x1='{place:.1f}' x2='{place:.1f}' y1='{6 + 14 * row}' y2='{height}' stroke='{RED}' />")
         body.append(_text(place + (-4 if anchor == "end" else 4), 14 + 14 * row, f"{name} {value:,.4g} ms", anchor))
-    ticks = _decades(lowest, edges[-1]) if is_log else _ticks(edges[-1])
+    ticks = decades(lowest, edges[-1]) if is_log else round_ticks(edges[-1])
     body += [_text(x(tick), height + 15, f"{tick:,g}", "middle") for tick in ticks]
     body.append(_text(left - 6, 40, f"{most:,}", "end") + _text(left - 6, height, "0", "end"))
     scale = "ms, logarithmic" if is_log else "ms"
@@ -203,29 +204,13 @@ def _tip(number: int, record: RequestRecord, begin: float) -> str:
 
 def _time_axis(span: float, top: float, bottom: float) -> str:
     parts = []
-    for second in _ticks(span, 10):
+    for second in round_ticks(span, 10):
         x = LEFT + (WIDTH - LEFT - RIGHT) * second / span
         parts.append(
             f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{top}' y2='{bottom}' stroke='#000' stroke-opacity='0.08' />"
         )
         parts.append(_text(x, bottom + 15, f"{second:,g} s", "middle"))
     return "".join(parts)
-
-
-def _ticks(most: float, about: int = 5) -> list[float]:
-    """About so many round numbers from 0 to `most`."""
-    rough = most / about
-    unit = 10.0 ** math.floor(math.log10(rough))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)
-    return [round(step * k, 12) for k in range(int(most / step + 1e-9) + 1)]
-
-
-def _decades(lowest: float, highest: float) -> list[float]:
-    """1, 2 and 5 times powers of ten within the range; only the powers where that would be too many."""
-    exponents = range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1)
-    factors = (1, 2, 5) if len(exponents) <= 3 else (1,)
-    found = [factor * 10.0**exponent for exponent in exponents for factor in factors]
-    return [value for value in found if lowest <= value <= highest]
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str, tip: str) -> str:

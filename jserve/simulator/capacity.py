@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from jserve.bench.ticks import round_ticks
 from jserve.simulator.clock import Run, simulate
 from jserve.simulator.steps import StepSeconds, System
 from jserve.simulator.workload import Lengths, arrival_times
@@ -134,9 +135,8 @@ def plot_svg(capacities: Sequence[Capacity]) -> str:
         return bottom - rate / most * (bottom - 40)
 
     parts = [f"<line x1='{left}' x2='{width - 120}' y1='{bottom}' y2='{bottom}' stroke='#444' />"]
-    for k in range(5):
-        rate = most * k / 4
-        parts.append(f"<text x='{left - 8}' y='{y(rate) + 4:.0f}' text-anchor='end'>{rate:.3g}</text>")
+    for rate in round_ticks(most):
+        parts.append(f"<text x='{left - 8}' y='{y(rate) + 4:.0f}' text-anchor='end'>{rate:g}</text>")
         place = f"x1='{left}' x2='{width - 120}' y1='{y(rate):.0f}' y2='{y(rate):.0f}'"
         parts.append(f"<line {place} stroke='#000' stroke-opacity='0.08' />")
     for target in targets:

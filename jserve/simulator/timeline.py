@@ -9,6 +9,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
+from jserve.bench.ticks import round_ticks
 from jserve.simulator.clock import Run, Segment
 
 WIDTH, LEFT, RIGHT = 1200, 110, 20
@@ -101,10 +102,9 @@ def _bar(segment: Segment, left: float, y: float, height: float, scale: float, i
 
 def _axis(longest: float, scale: float, top: float, bottom: float, in_steps: bool) -> str:
     parts = []
-    for k in range(11):
-        value = longest * k / 10
+    for value in round_ticks(longest, min(10, longest) if in_steps else 10):
         x = LEFT + value * scale
-        label = f"{value:.0f}" if in_steps else f"{value:.3g} s"
+        label = f"{value:,g}" if in_steps else f"{value:,g} s"
         parts.append(f"<line x1='{x:.1f}' x2='{x:.1f}' y1='{top - 3}' y2='{bottom}' stroke='#0002' />")
         parts.append(f"<text x='{x:.1f}' y='{top - 6}' text-anchor='middle'>{label}</text>")
     return "".join(parts)

@@ -159,6 +159,7 @@ def test_the_picture_shows_every_request_in_its_row(tmp_path, capsys):
     text = page.read_text()
     drawings = re.findall("<svg.*?</svg>", text, re.S)
     assert len(drawings) == 4 and "14 steps" in text and "12 steps" in text
+    assert re.findall(r"text-anchor='middle'>([^<]*)<", drawings[0]) == ["0", "2", "4", "6", "8", "10", "12", "14"]
     for drawing in drawings:
         xml.dom.minidom.parseString(drawing)
         assert all(f">{letter}</text>" in drawing for letter in "ABCDEFGH")
