@@ -184,7 +184,9 @@ def compile_plan(recommended: Recommended) -> dict[str, object]:
         max_num_seqs=recommended.max_num_seqs,
     )
     plan = make_compile_plan(config)
-    counts = {"forward": len(plan.step_shapes), "samplers": len(plan.sampler_shapes), "scorers": 1}
+    counts = {
+        "forward": len(plan.step_shapes), "heads": len(plan.head_rows), "samplers": len(plan.sampler_shapes), "scorers": 1,
+    }
     return {
         "token_buckets": list(plan.token_buckets),
         "sequence_buckets": list(plan.sequence_buckets),

@@ -32,7 +32,7 @@ def print_tables(answer: Mapping[str, Any], console: Console | None = None) -> N
         f"{f' --tensor-parallel-size {devices}' if devices > 1 else ''}\n"
         f"  {compiled['num_programs']} programs to compile: {compiled['forward']} forward (mixed tokens"
         f" {_listed(compiled['token_buckets'])}; decode rows {_listed(compiled['sequence_buckets'])}),"
-        f" {compiled['samplers']} samplers, {compiled['scorers']} scorer"
+        f" {compiled['heads']} heads, {compiled['samplers']} samplers, {compiled['scorers']} scorer"
     )
 
 

@@ -165,7 +165,6 @@ def assemble_engine(
             f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs}: {plan.num_slots} run at once, as every step has a"
             f" token for each (scheduler.max_num_batched_tokens = {config.scheduler.max_num_batched_tokens})"
         )
-    report.line(f"compile plan: {plan}")
     runner = _ready_runner(config, programs, model, blocks, bundle, report)
     if disk is not None:
         disk.attach(runner.host_blocks.bytes_of)
@@ -177,6 +176,7 @@ def _ready_runner(
 ) -> ModelRunner:
     """A runner whose programs have run once.  Where executables of an earlier start fail, all are compiled again."""
     params = programs.serve_params(model.params)
+    report.line(f"compile plan: {programs.plan}; {len(programs.jobs(params))} executables in all")
     facts = {**environment_facts(programs.placement.devices[0]), **programs.facts(params)}
     if bundle is None:
         phase, store = "compile", ExecutableStore(os.path.join(config.compile.cache_dir, "executables"), fingerprint(facts))

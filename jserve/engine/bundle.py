@@ -71,9 +71,9 @@ def compile_bundle(config: Config, out: str | Path, target: str | None = None, r
         model_config, config, plan, layouts, group_blocks, tokenizer.vocab_size, num_host_blocks, placement
     )
     params = programs.served_shapes(model.params)
-    report.line(f"compile plan: {plan}")
     elsewhere = None if is_here else placement
     jobs = {name: functools.partial(_under, elsewhere, lower) for name, lower in programs.jobs(params).items()}
+    report.line(f"compile plan: {plan}; {len(jobs)} executables in all")
     executables = compile_all(
         jobs, config.compile.num_threads, lambda done, total: report.progress("compile", done, total),
         options=programs.compiler_options, devices=placement.devices,

@@ -1,6 +1,7 @@
 """The front ends over the real engine and a tiny random model: what they print is what the model says."""
 
 import json
+import re
 
 import pytest
 
@@ -93,7 +94,9 @@ def test_generate_prints_the_same_text(config, greedy, capsys):
     assert cli.main(["generate", PROMPTS[1], *flags]) == 0
     output = capsys.readouterr()
     assert output.out == greedy[1].outputs[0].text + "\n"
-    assert "memory: " in output.err and "compile plan: " in output.err and "compile: " in output.err
+    assert "memory: " in output.err and "compile plan: " in output.err
+    planned = int(re.search(r"; (\d+) executables in all", output.err)[1])
+    assert f"compile: {planned} in " in output.err
 
 
 def test_batch_writes_the_same_tokens(config, greedy, tmp_path):

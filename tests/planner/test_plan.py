@@ -180,7 +180,8 @@ def test_stored_widths_are_those_of_the_kernels_layout():
 def test_the_compile_plan_is_the_runners_own(llama):
     compiled = llama["compile_plan"]
     assert compiled["token_buckets"] == llama["recommended"]["token_buckets"]
-    assert compiled["num_programs"] == compiled["forward"] + compiled["samplers"] + compiled["scorers"]
+    assert compiled["num_programs"] == sum(compiled[kind] for kind in ("forward", "heads", "samplers", "scorers"))
+    assert compiled["heads"] == len(compiled["sequence_buckets"])
     assert compiled["forward"] == len(compiled["token_buckets"]) + len(compiled["sequence_buckets"])
 
 
