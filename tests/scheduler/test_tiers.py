@@ -201,3 +201,51 @@ def test_any_order_of_arrivals_aborts_preemptions_and_transfers_gives_the_same_t
         assert output(one) == expected_output(prompt, one.num_output) and one.num_output > 0
     assert host.blocks.tier_stats.num_host_hit_tokens > 0
     assert host.scheduler.num_waiting == 0 and not host.scheduler.awaits_tier
+
+
+def test_aborts_before_during_and_after_a_transfer_in_a_thousand_orders():
+    """A prefix on disk alone, three requests that want it, and a disk that answers when it likes: no block is reused
+    while a copy from or to it runs, late answers bring nothing, and nothing stays owned."""
+    writer = engine(has_disk=True, num_blocks=9)
+    writer.run([sequence("first", SHARED[:16] + [1], 1)])
+    writer.run([sequence("churn", [(5 * i) % 83 + 100 for i in range(32)], 1)])
+    assert len(writer.store.blocks) >= 4
+    num_hits = num_aborted = 0
+    for seed in range(1000):
+        random = np.random.default_rng(seed)
+        host = engine(has_disk=True, overlap=bool(seed % 2), num_blocks=9, num_host_blocks=int(random.integers(3, 9)))
+        host.store.blocks.update(writer.store.blocks)
+        host.store.complete_all = lambda: None
+        now = [0.0]
+        host.scheduler.tiers._clock = lambda now=now: now[0]
+        work = [sequence(str(at), SHARED[:16] + [at], 2) for at in range(3)]
+        coming = list(work)
+        while True:
+            action = random.random()
+            if action < 0.2 and coming:
+                host.add(coming.pop())
+            elif action < 0.5 and host.store.under_way:
+                host.store.complete(int(random.integers(9)), fails=random.random() < 0.1)
+            elif action < 0.55 and (alive := [one for one in work if not one.finished and one not in coming]):
+                host.abort(alive[random.integers(len(alive))])
+                num_aborted += 1
+            elif action < 0.57:
+                now[0] += 60.0  # whoever waits for the disk gives up
+            elif action < 0.58:
+                host.blocks.flush()
+            elif host.scheduler.has_work or host.in_flight:
+                host.step()
+            elif not coming:
+                break
+        host.run([sequence("last", [99], 1)])  # with whose step those copies go that are still due
+        while host.store.under_way:
+            host.store.complete()
+            host.blocks.tiers.poll()
+        host.blocks.tiers.poll()
+        assert host.blocks.check_integrity() == []
+        for one in work:
+            assert output(one) == expected_output(one.tokens[: one.num_prompt].tolist(), one.num_output)
+        assert not host.scheduler.awaits_tier and host.blocks.num_used_blocks == host.scheduler.num_waiting == 0
+        assert all((pool.num_owners[1:] == 0).all() for pool in host.blocks._swap.pools), "a host block is still owned"
+        num_hits += host.blocks.tier_stats.num_disk_hit_tokens > 0
+    assert num_hits > 300 and num_aborted > 300
