@@ -1,7 +1,8 @@
 """Every kernel case on every target, and whole steps, through the real compilers with no device there: JSON lines and tables.
 
     python tools/compile_matrix.py v5e h100 --out matrix.jsonl        the cases on two targets
-    python tools/compile_matrix.py --out matrix.jsonl                 on all of them: hours of one core
+    python tools/compile_matrix.py --out matrix.jsonl                 on all of them: an hour of two cores
+    python tools/compile_matrix.py h100 --only gemma --out m.jsonl    cases with that in their name
     python tools/compile_matrix.py --steps --out steps.jsonl          whole steps (tools/step_report.py), refusals too
     python tools/compile_matrix.py --tables matrix.jsonl steps.jsonl  what docs/compile-matrix.md holds
 
@@ -45,6 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("targets", nargs="*")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="cases with one of these in their name")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--tables", nargs="+", type=Path)
     parser.add_argument("--child", nargs="+", metavar="CASE", help=argparse.SUPPRESS)
@@ -64,7 +66,7 @@ def main() -> int:
         print(f"no compiler here for {', '.join(left_out)}", file=sys.stderr)
     done = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
     with arguments.out.open("a") as out:
-        for report in step_reports(here, arguments.targets, done) if arguments.steps else case_reports(here, done):
+        for report in step_reports(here, arguments.targets, done) if arguments.steps else case_reports(here, arguments.only, done):
             out.write(json.dumps(report) + "\n")
             out.flush()
             print(f"{report['target']:8} {report['case']}: {report.get('problem') or 'compiled'}", file=sys.stderr)
@@ -91,10 +93,10 @@ def case_names() -> dict[str, tuple]:
     return found
 
 
-def case_reports(chosen: list[str], done: list[dict]) -> Iterator[dict]:
+def case_reports(chosen: list[str], words: list[str], done: list[dict]) -> Iterator[dict]:
     for target in chosen:
         known = {report["case"] for report in done if report["target"] == target}
-        left = [name for name in case_names() if name not in known]
+        left = [name for name in case_names() if name not in known and any(word in name for word in words)]
         while left:
             command = [sys.executable, __file__, target, "--child", *left]
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:

@@ -68,15 +68,30 @@ def test_whole_step(case):
         assert report["temporary_bytes"] < report["activation_bytes"], "our estimate is an upper one"
 
 
+@needs_gpu
+@pytest.mark.soak
+@pytest.mark.parametrize("target", ["a100", "l4"])
+def test_cards_without_kernels_take_xla(target):
+    """Whole steps of SmolLM2, smallest bucket: still in place."""
+    done = report_of(target, "smollm2-135m", "--bucket", "smallest")
+    assert done.returncode == 0, done.stderr[-3000:]
+    (report,) = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert report["attention"] == "xla" and report["kernel_calls"] == 0
+    assert report["alias_bytes"] == report["pool_bytes"] and report["copies"] == {}
+    assert report["temporary_bytes"] < 32 * MIB
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
         (("v5e-8", "llama3-70b", "--tp", "8"), "on each of 8 devices 13.41 GiB usable - weights 16."),
         (("v5e", "llama3-8b"), "13.41 GiB usable - weights 14."),
         (("h100", "llama3-70b"), "67.06 GiB usable - weights 131."),
+        (("a100", "llama3-70b", "--tp", "2"), "on each of 2 devices 67.06 GiB usable - weights 65."),
+        (("l4", "llama3-70b", "--tp", "4"), "on each of 4 devices 20.12 GiB usable - weights 32."),
         (("h100", "llama3-70b", "--tp", "3"), "tensor_parallel_size = 3: 64 heads and an ffn of 28672 must both divide by it"),
     ],
-    ids=["70b-v5e-8", "8b-v5e", "gpu-70b-h100", "gpu-three-h100"],
+    ids=["70b-v5e-8", "8b-v5e", "gpu-70b-h100", "gpu-70b-two-a100", "gpu-70b-four-l4", "gpu-three-h100"],
 )
 def test_what_cannot_fit_is_refused_before_a_compiler_starts(arguments, message):
     """Both compilers are spared; that for GPUs would refuse nothing."""

@@ -237,11 +237,14 @@ class TestChoice:
         with pytest.raises(NotImplementedError, match="head_dim=256: at most 128 with tcgen05"):
             choose("gpu", layout("gpu", 8, 256, 64, "bfloat16"), self.SPEC, "mosaic_gpu")
 
-    def test_other_cards_fall_back(self, monkeypatch):
-        monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: "8.0")
-        served = layout("gpu", 8, 128, 64, "bfloat16")
-        assert choose("gpu", served, self.SPEC) == "xla"
-        with pytest.raises(NotImplementedError, match="compute capability 8.0: the kernels are written for 9.0 and 10.0"):
+    @pytest.mark.parametrize("capability", ["8.0", "8.9"], ids=["A100", "L4"])
+    def test_other_cards_fall_back_and_the_log_says_why(self, capability, monkeypatch, caplog):
+        monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: capability)
+        served, reason = layout("gpu", 8, 128, 64, "bfloat16"), f"compute capability {capability}: the kernels are written for 9.0"
+        with caplog.at_level("INFO"):
+            assert choose("gpu", served, self.SPEC) == "xla"
+        assert re.search(f"attention on gpu.* by xla; not by mosaic_gpu: {reason} and 10.0", caplog.text)
+        with pytest.raises(NotImplementedError, match=reason):
             choose("gpu", served, self.SPEC, "mosaic_gpu")
 
     def test_tiles_beyond_shared_memory_are_refused_with_their_size(self):
