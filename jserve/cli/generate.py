@@ -11,7 +11,7 @@ from jserve.cli.command import Command
 from jserve.cli.flags import add_config_flags, config_from
 from jserve.cli.progress import StartReport
 from jserve.cli.sampling_flags import add_sampling_flags, sampling_params
-from jserve.config import Config
+from jserve.config import BadUsage, Config
 from jserve.local_engine import for_one_stream, start_engine
 from jserve.request import GenerateRequest, GenerateUpdate, Message
 from jserve.results import RequestOutput, collect
@@ -33,6 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     if prompt is None and sys.stdin.isatty():
         print("jserve generate: give a prompt, or pipe one in\ntry: jserve generate --help", file=sys.stderr)
         return 2
+    if arguments.logprobs is not None and not arguments.json:
+        raise BadUsage("--logprobs needs --json: text has no place for them")
     if prompt is None or prompt == "-":
         prompt = sys.stdin.read()
     params = sampling_params(arguments, n=arguments.n, logprobs=arguments.logprobs)

@@ -32,7 +32,7 @@ from jserve.sampling.beam_search import BeamSearch, stop_finder
 from jserve.sampling.limits import ModelLimits
 from jserve.sampling.validate import resolve, truncate_prompt, validate_request
 from jserve.scheduler import Scheduler, Sequence
-from jserve.tokenizer import ChatTemplateError, Detokenizer, PromptTooLong, TextStream, Tokenizer, ToolsRefused
+from jserve.tokenizer import ChatTemplateError, Detokenizer, PromptTooLong, TextStream, Tokenizer
 
 LONG_TEXT = 4096
 """Characters from which tokenising goes to a thread, so that one long prompt does not hold up every other stream."""
@@ -277,8 +277,6 @@ class AsyncEngine:
             )
         except PromptTooLong as error:
             raise invalid(_prompt_field(request), f"at least {error.at_least} tokens", f"exceeds the context of {most} tokens") from None
-        except ToolsRefused as error:
-            raise RequestError(Code.INVALID_ARGUMENT, str(error), field="tools") from None
         except ChatTemplateError as error:
             raise RequestError(Code.INVALID_ARGUMENT, str(error), field=error.field) from None
         except ValueError as error:

@@ -131,6 +131,8 @@ def _message(item: object, path: str) -> Message:
         if not calls:
             raise RequestError(Code.INVALID_ARGUMENT, f"{path}.content: must be set", field=f"{path}.content")
         content = ""
+    elif content == []:
+        raise invalid(f"{path}.content", content, "must not be empty")
     elif isinstance(content, list):
         content = "".join(_text_part(part, f"{path}.content[{index}]") for index, part in enumerate(content))
     name, tool_call_id = fields.take("name", str), fields.take("tool_call_id", str)

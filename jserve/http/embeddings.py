@@ -12,6 +12,7 @@ from jserve.access.gate import Caller
 from jserve.engine.info import ModelInfo
 from jserve.http import fields as common
 from jserve.http.body import Fields, take_prompts
+from jserve.http.run import of_item
 from jserve.request import GenerateRequest, Pooling, RequestError, invalid
 from jserve.server.embed import DEFAULT_POOLING, PROMPT_ONLY, embedding_of
 from jserve.server.several import in_order
@@ -61,7 +62,7 @@ async def answer(state: ServerState, caller: Caller, call: EmbeddingsCall) -> di
         try:
             vector, usage = await embedding_of(state, request, caller, room, normalize=call.normalize)
         except RequestError as error:
-            raise _naming_input(error, number if len(call.requests) > 1 else None) from None
+            raise of_item(error, f"input[{number}]" if len(call.requests) > 1 else "input") from None
         if call.dimensions not in (None, len(vector)):
             raise invalid("dimensions", call.dimensions, f"this model's embeddings have {len(vector)}")
         return vector, usage.prompt_tokens
@@ -90,14 +91,3 @@ def _take_pooling(fields: Fields) -> Pooling:
 def _encoded(vector: np.ndarray) -> str:
     """As the OpenAI client decodes it: little-endian float32."""
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-
-
-def _naming_input(error: RequestError, number: int | None) -> RequestError:
-    """Speaks of the input where the engine speaks of the prompt."""
-    for ours in ("prompt_token_ids", "prompt"):
-        if (error.field or "").startswith(ours):
-            theirs = "input" if number is None else f"input[{number}]"
-            return RequestError(
-                error.code, error.message.replace(ours, theirs, 1), field=theirs + error.field.removeprefix(ours)
-            )
-    return error

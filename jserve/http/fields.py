@@ -85,8 +85,10 @@ def take_sampling(fields: Fields, besides: Collection[str] = ()) -> dict[str, An
         values["early_stopping"] = _early_stopping(values["early_stopping"])
     if "logit_bias" in values:
         values["logit_bias"] = _logit_bias(values["logit_bias"])
-    values.update(_take_response_format(fields))
-    return values
+    chosen = _take_response_format(fields)
+    for name in chosen.keys() & values.keys():
+        raise invalid(name, values[name], f"{fields.spelled[name]} says it too; set one of them")
+    return values | chosen
 
 
 def _take_response_format(fields: Fields) -> dict[str, Any]:

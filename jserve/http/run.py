@@ -27,14 +27,14 @@ async def updates_of(
             while (update := await calls[0].next()) is not None:
                 yield 0, update
             return
-        waiting = {asyncio.create_task(call.next()): number for number, call in enumerate(calls)}
+        waiting = {asyncio.create_task(_named(call.next(), number)): number for number, call in enumerate(calls)}
         try:
             while waiting:
                 done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
                 for task in sorted(done, key=waiting.__getitem__):
                     number = waiting.pop(task)
                     if (update := task.result()) is not None:
-                        waiting[asyncio.create_task(calls[number].next())] = number
+                        waiting[asyncio.create_task(_named(calls[number].next(), number))] = number
                         yield number, update
         finally:
             for task in waiting:
@@ -47,7 +47,27 @@ async def results_of(
 ) -> list[GenerateUpdate]:
     """The whole results, in the order of the requests."""
     async with _submitted(state, caller, requests) as calls:
-        return await asyncio.gather(*(call.whole() for call in calls))
+        if len(calls) == 1:
+            return [await calls[0].whole()]
+        return await asyncio.gather(*(_named(call.whole(), number) for number, call in enumerate(calls)))
+
+
+async def _named(work: Awaitable[Result], number: int) -> Result:
+    try:
+        return await work
+    except RequestError as error:
+        raise of_item(error, f"prompt[{number}]") from None
+
+
+def of_item(error: RequestError, item: str) -> RequestError:
+    """Speaks of one item of the body, such as `prompt[1]` or `input`, where the engine speaks of the prompt."""
+    for ours in ("prompt_token_ids", "prompt"):
+        if (error.field or "").startswith(ours):
+            return RequestError(
+                error.code, error.message.replace(ours, item, 1), field=item + error.field.removeprefix(ours),
+                retry_after_s=error.retry_after_s,
+            )  # fmt: skip
+    return error
 
 
 def total_usage(usages: Sequence[Usage]) -> dict:

@@ -124,7 +124,7 @@ class Tokenizer:
         rendering = self.chat_template.start(add_generation_prompt)
         text = rendering(conversation, tools)
         if tools and text == rendering(conversation, None):
-            raise ToolsRefused("tools: the model's chat template has no place for tools")
+            raise ToolsRefused("tools: the model's chat template has no place for tools", "tools")
         for index, message in enumerate(conversation):
             if not self.chat_template.knows_role(message["role"]):
                 field = f"messages[{index}].role"

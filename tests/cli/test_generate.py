@@ -5,7 +5,8 @@ import pytest
 
 from jserve.cli import generate
 from jserve.cli import main as cli
-from jserve.request import Message
+from jserve.cli.sampling_flags import _NUMBERS
+from jserve.request import Message, SamplingParams
 from tests.support.fake_engine import whole_text
 from tests.support.in_process import InProcessEngine, start_with
 
@@ -55,6 +56,21 @@ def test_a_refused_request_is_one_line(capsys, engine):
     assert cli.main(["generate", "refuse me", "-q"]) == 1
     assert capsys.readouterr().err == "jserve generate: INVALID_ARGUMENT: prompt = 'refuse me': refused\n"
     assert engine.closed
+
+
+def test_every_sampling_flag_reaches_the_engine(engine):
+    flags = {"max_tokens": 9, "min_tokens": 2, "temperature": 0.5, "top_p": 0.9, "top_k": 4, "min_p": 0.1, "seed": -7,
+             "repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3}
+    spelled = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+    cli.main(["generate", "hello", "-n", "2", "--stop", "a", "--ignore-eos", *spelled])
+    expected = SamplingParams(n=2, stop=("a",), ignore_eos=True, **flags)
+    assert engine.requests[0].sampling_params == expected
+    assert len(spelled) == len(_NUMBERS)
+
+
+def test_logprobs_have_no_place_in_text(capsys, engine):
+    assert cli.main(["generate", "hello", "--logprobs", "2"]) == 2
+    assert "--logprobs needs --json" in capsys.readouterr().err and engine.requests == []
 
 
 def test_flags_reach_the_engine(engine):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -19,6 +20,7 @@ from tests.support.tiny_models import random_gguf
 NUM_SCHEMAS = int(os.environ.get("JSERVE_TEST_SCHEMAS", "30"))
 SMALL = dict(kv={"num_blocks": 400, "memory_bytes": None, "block_size": 16}, scheduler={"max_num_seqs": 8})
 PROMPT = [(7 * i) % 500 for i in range(20)]
+EOS = 510
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,26 @@ def test_choices_and_grammars(engine):
         depth = update.outputs[0].text.count("(")
         if update.outputs[0].finish_reason is FinishReason.STOP:
             assert update.outputs[0].text == "(" * depth + "x" + ")" * depth
+
+
+def test_streams_of_split_characters_side_by_side_stay_whole(engine):
+    """16 streams, each a text of its own whose characters take several tokens; ASCII comes with its token."""
+    texts = [chr(start + index) * 3 + f" {index}" for index, start in zip(range(16), [0x1F600, 0x4F60, 0x10F, 0x1F923] * 4)]
+
+    async def stream(text: str):
+        pieces, asked = [], request(PROMPT, 40, choice=[text], logprobs=0)  # with logprobs no token is jumped over
+        async for update in engine.generate(asked):
+            pieces += [(output.token_ids, output.text) for output in update.outputs if output.token_ids]
+        return pieces
+
+    async def all_streams():
+        return await asyncio.gather(*map(stream, texts))
+
+    for text, pieces in zip(texts, run(all_streams())):
+        assert "".join(piece for _, piece in pieces) == text
+        for token_ids, piece in pieces:
+            spelled = b"".join(map(engine.tokenizer.token_bytes, token_ids))
+            assert "\ufffd" not in piece and (not spelled.isascii() or piece == ("" if EOS in token_ids else spelled.decode()))
 
 
 def test_any_object_is_json(engine):

@@ -171,7 +171,8 @@ async def test_what_the_validator_refuses_names_openai_fields(engine):
                             ({"logprobs": 99}, "logprobs"), ({"max_tokens": 1.5}, "max_tokens"),
                             ({"extra_body": {"length_penalty": "x"}}, "length_penalty"),
                             ({"prompt": [1, 99999]}, "prompt[1]"), ({"prompt": [[]]}, "prompt"),
-                            ({"prompt": "x" * 9000}, "prompt")):
+                            ({"prompt": "x" * 9000}, "prompt"), ({"prompt": [[1], [2, 99999]]}, "prompt[1][1]"),
+                            ({"prompt": ["a", ""]}, "prompt[1]"), ({"prompt": ["a", "b"], "top_p": 9}, "top_p")):
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.completions.create(**{"model": "tiny", "prompt": "p", **more})
             message = caught.value.body["message"]
@@ -185,6 +186,8 @@ async def test_a_template_without_tools_refuses_them(engine):
             await client.chat.completions.create(
                 model="tiny", messages=[{"role": "user", "content": "x"}], tools=[tool])
         assert caught.value.param == "tools"
+        counted = await post(server, "/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": [tool]})
+        assert (counted.status, counted.error["param"]) == (400, "tools")
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])
@@ -204,6 +207,20 @@ async def test_response_format_holds(engine, temperature):
             await client.chat.completions.create(**ask, response_format={
                 "type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "no such type"}}})
         assert caught.value.param == "response_format.json_schema.schema"
+
+
+@pytest.mark.parametrize("mask", [{"top_k": 1}, {"allowed_token_ids": [5, 6]}, {"choice": ["ab", "cd"]}], ids=str)
+async def test_logprobs_beside_a_mask_are_numbers(engine, mask):
+    """What is masked has its raw log-probability; strict JSON knows no Infinity and no NaN."""
+    body = {"prompt": TEXT, "max_tokens": 4, "temperature": 1, "seed": 1, "logprobs": 5, "prompt_logprobs": 5, **mask}
+    async with serving(engine, http_port=0) as (server, _):
+        answer = await post(server, "/v1/completions", body)
+    assert answer.status == 200 and not any(word in answer.body for word in (b"Infinity", b"NaN"))
+    [choice] = answer.json["choices"]
+    for sampled, top in zip(choice["logprobs"]["token_logprobs"], choice["logprobs"]["top_logprobs"]):
+        assert 5 <= len(top) <= 6 and all(-9999 <= value <= 1e-6 for value in (sampled, *top.values()))
+    for position in choice["prompt_logprobs"][1:]:
+        assert all(-9999 <= entry["logprob"] <= 1e-6 for entry in position.values())
 
 
 async def test_probabilities_of_chat_sum_to_less_than_one(engine):
