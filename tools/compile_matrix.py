@@ -46,7 +46,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("targets", nargs="*")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--only", nargs="+", default=[""], metavar="WORD", help="cases with one of these in their name")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="REGEX", help="cases whose name has one of these")
     parser.add_argument("--steps", action="store_true")
     parser.add_argument("--tables", nargs="+", type=Path)
     parser.add_argument("--child", nargs="+", metavar="CASE", help=argparse.SUPPRESS)
@@ -96,7 +96,7 @@ def case_names() -> dict[str, tuple]:
 def case_reports(chosen: list[str], words: list[str], done: list[dict]) -> Iterator[dict]:
     for target in chosen:
         known = {report["case"] for report in done if report["target"] == target}
-        left = [name for name in case_names() if name not in known and any(word in name for word in words)]
+        left = [name for name in case_names() if name not in known and any(re.search(word, name) for word in words)]
         while left:
             command = [sys.executable, __file__, target, "--child", *left]
             with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
@@ -209,11 +209,15 @@ def tables(reports: list[dict]) -> Iterator[str]:
 
 
 def case_table(reports: list[dict]) -> Iterator[str]:
-    columns = list(dict.fromkeys(report["target"] for report in reports))
+    from pallas_kernels import targets
+
+    order = [*targets.SINGLE_DEVICE_TARGETS, *targets.GPU_TARGETS]
+    columns = sorted({report["target"] for report in reports}, key=order.index)
+    known = {name: place for place, name in enumerate(case_names())}
     yield "| case | " + " | ".join(columns) + " |"
     yield "|---" * (len(columns) + 1) + "|"
     by_key = {(report["case"], report["target"]): report for report in reports}
-    for case in dict.fromkeys(report["case"] for report in reports):
+    for case in sorted({report["case"] for report in reports}, key=lambda name: known.get(name, len(known))):
         yield f"| {case} | " + " | ".join(cell(by_key.get((case, column))) for column in columns) + " |"
 
 
