@@ -79,12 +79,17 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Mapping[str, str] | Message] | Sequence[Sequence[Mapping[str, str] | Message]],
+        messages: Sequence[Mapping[str, object] | Message] | Sequence[Sequence[Mapping[str, object] | Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Sequence[Mapping] | None = None,
     ) -> list[RequestOutput]:
-        """The model's next turn of one conversation, or of each of a list of conversations, by its chat template."""
+        """The model's next turn of one conversation, or of each of a list of conversations, by its chat template.
+
+        `tools` are OpenAI's objects, shown to the model where its template has a place for them.
+        """
         one = bool(messages) and isinstance(messages[0], (Mapping, Message))
-        return self.generate([{"messages": turns} for turns in ([messages] if one else messages)], sampling_params)
+        prompts = [{"messages": turns, "tools": tools} for turns in ([messages] if one else messages)]
+        return self.generate(prompts, sampling_params)
 
     def close(self) -> None:
         """Frees the model and ends the thread.  Calling it again does nothing."""
@@ -169,9 +174,11 @@ def _request_from(prompt: Prompt, params: SamplingParams) -> GenerateRequest:
     return GenerateRequest(**fields, sampling_params=params)
 
 
-def _message(turn: Mapping[str, str] | Message) -> Message:
+def _message(turn: Mapping[str, object] | Message) -> Message:
     if isinstance(turn, Message):
         return turn
-    if set(turn) != {"role", "content"}:
-        raise invalid("messages", turn, "each message has role and content")
-    return Message(turn["role"], turn["content"])
+    known = {one.name for one in dataclasses.fields(Message)}
+    if not {"role", "content"} <= set(turn) <= known:
+        more = ", ".join(sorted(known - {"role", "content"}))
+        raise invalid("messages", turn, f"each message has role and content, and may have {more}")
+    return Message(**turn)

@@ -48,6 +48,16 @@ def test_every_kind_of_prompt(llm, engine):
     assert {request.priority for request in engine.requests} == {None, 3}
 
 
+def test_a_chat_shows_its_tools_to_the_template(llm, engine):
+    tool = {"type": "function", "function": {"name": "f"}}
+    turns = [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+             {"role": "tool", "content": "3", "tool_call_id": "1"}]
+    (output,) = llm.chat(turns, tools=[tool])
+    assert bytes(output.prompt_token_ids).decode() == "[f]<assistant><tool>3<assistant>"
+    [asked] = engine.requests
+    assert asked.tools == [tool] and asked.messages[0].tool_calls and asked.messages[1].tool_call_id == "1"
+
+
 def test_a_list_of_ids_is_one_prompt_and_an_empty_list_is_none(llm):
     assert len(llm.generate([5, 6, 7])) == 1
     assert llm.generate([]) == []

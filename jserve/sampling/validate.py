@@ -301,6 +301,8 @@ def _check_prompt(request: GenerateRequest, model: ModelLimits) -> None:
         _check_messages(request, model)
     if request.tools is not None and request.messages is None:
         raise invalid("tools", request.tools, "has no meaning without messages")
+    if request.tools is not None:
+        fields.each(_json_object, max_items=2**20)("tools", request.tools)
 
 
 def _check_prompt_text(path: str, value: object, request: GenerateRequest, model: ModelLimits, may_be_empty: bool):
@@ -332,6 +334,18 @@ def _check_messages(request: GenerateRequest, model: ModelLimits) -> None:
             raise invalid(f"messages[{index}]", message, "must be a Message")
         fields.text(64)(f"messages[{index}].role", message.role)
         _check_prompt_text(f"messages[{index}].content", message.content, request, model, may_be_empty=True)
+        for name in ("name", "tool_call_id"):
+            if getattr(message, name) is not None:
+                path = f"messages[{index}].{name}"
+                _check_prompt_text(path, getattr(message, name), request, model, may_be_empty=True)
+        if message.tool_calls is not None:
+            fields.each(_json_object, max_items=2**20)(f"messages[{index}].tool_calls", message.tool_calls)
+
+
+def _json_object(path: str, value: object) -> Mapping:
+    if not isinstance(value, Mapping):
+        raise invalid(path, value, f"must be an object, not {type(value).__name__}")
+    return value
 
 
 def _check_pooling(request: GenerateRequest) -> None:

@@ -20,7 +20,8 @@ NAMES = ["prompt", "messages", "model", "stream", "stream_options", "max_tokens"
          "seed",
          "logprobs", "top_logprobs", "echo", "logit_bias", "response_format", "tools", "tool_choice", "user", "suffix",
          "best_of", "presence_penalty", "top_k", "min_p", "request_id", "priority", "cache_salt", "store", "unknown",
-         "prompt_logprobs", "stop_token_ids", "min_tokens", "bad_words", "max_completion_tokens", "early_stopping"]
+         "prompt_logprobs", "stop_token_ids", "min_tokens", "bad_words", "max_completion_tokens", "early_stopping",
+         "choice", "allowed_token_ids", "metadata", "prompt_cache_key", "return_token_ids", "parallel_tool_calls"]
 
 
 class ValidatingEngine(FakeEngine):

@@ -268,6 +268,13 @@ def test_truncation_keeps_the_last_tokens():
     ({"messages": [{"role": "user"}]}, "messages[0]", "Message"),
     ({"messages": [Message("", "hi")]}, "messages[0].role", "empty"),
     ({"messages": [Message("user", None)]}, "messages[0].content", "None"),
+    ({"messages": [Message("user", "x", name=5)]}, "messages[0].name", "5"),
+    ({"messages": [Message("tool", "x", tool_call_id="\ud800")]}, "messages[0].tool_call_id", "character 0"),
+    ({"messages": [Message("assistant", "x", tool_calls={"a": 1})]}, "messages[0].tool_calls", "list"),
+    ({"messages": [Message("assistant", "x", tool_calls=["f"])]}, "messages[0].tool_calls[0]", "object"),
+    ({"messages": [Message("user", "x")], "tools": "f"}, "tools", "list"),
+    ({"messages": [Message("user", "x")], "tools": [5]}, "tools[0]", "5"),
+    ({"prompt": "x", "tools": []}, "tools", "without messages"),
     ({"prompt": "a", "request_id": ""}, "request_id", "empty"),
     ({"prompt": "a", "request_id": "a b"}, "request_id", "a b"),
     ({"prompt": "a", "request_id": "a\n"}, "request_id", "a"),
@@ -319,10 +326,10 @@ def test_an_integer_too_long_to_print_is_still_refused():
 
 
 def test_refusing_a_huge_list_is_quick():
-    start = time.monotonic()
+    start = time.thread_time()
     assert refusal(stop=["x"] * 10**6).message
     assert refusal(stop_token_ids=[1] * 10**6).message
-    assert time.monotonic() - start < 0.1
+    assert time.thread_time() - start < 0.1
 
 
 def test_limits_of_a_model_are_checked_themselves():
