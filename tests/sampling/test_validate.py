@@ -13,7 +13,7 @@ from jserve.request import Code, EarlyStopping, GenerateRequest, Message, Reques
 from jserve.sampling import limits
 from jserve.sampling.fields import FIELDS, SUPPORTED
 from jserve.sampling.limits import ModelLimits
-from jserve.sampling.validate import generation_defaults, resolve, truncate_prompt, validate_request
+from jserve.sampling.validate import _REFUSED_WITH_BEAMS, generation_defaults, resolve, truncate_prompt, validate_request
 
 SMOL = ModelLimits(
     context_length=8192, vocab_size=49152, eos_token_ids=(2,), encode_word=lambda word: [1000 + ord(one) for one in word]
@@ -354,7 +354,7 @@ def test_sequences_of_one_request_must_fit_the_pool_together():
 
 
 def test_beams_refuse_what_draws_and_what_cannot_be_held():
-    for name in ("best_of", "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty"):
+    for name in _REFUSED_WITH_BEAMS:
         assert refusal(beam_width=3, **{name: EFFECTIVE[name]}).field == f"sampling_params.{name}"
     assert refusal(beam_width=2, n=3).field == "sampling_params.n"
     assert refusal(beam_width=2, max_tokens=0).field == "sampling_params.max_tokens"
