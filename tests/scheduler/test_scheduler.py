@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jserve.request import FinishReason
 from jserve.scheduler import PolicySettings, SequenceState
+from jserve.scheduler.buckets import default_token_buckets
 from tests.support.host_engine import HostEngine, expected_output, output, sequence
 
 
@@ -268,6 +269,13 @@ def test_a_shared_prefix_is_computed_once():
     engine.run([second])
     assert (first.num_cached, second.num_cached) == (0, 20)
     check(second, 3)
+
+
+@pytest.mark.parametrize(("budget", "between"), [(512, 192), (2048, 768), (256, None)])
+def test_a_size_between_a_quarter_and_a_half_of_a_large_budget_is_among_the_default_buckets(budget, between):
+    sizes = default_token_buckets(budget)
+    assert sizes == tuple(sorted(sizes)) and sizes[-1] == budget
+    assert [size for size in sizes if budget // 4 < size < budget // 2] == ([between] if between else [])
 
 
 def test_a_step_fills_the_bucket_below_rather_than_pad_a_large_one():
