@@ -177,34 +177,13 @@ class Scheduler:
         self._unpark(self.prefixes.take_ready())
         if self.tiers is not None:
             self._unpark([one for one in self.tiers.start_step(self.num_running > 0) if one.group is None])
-        if self._policy.preempts:
-            self._make_room_for_urgent()
-        self._fork_beams()
-        decodes, prefills = self._slots.runnable()
-        decodes = self._grow_decodes(decodes)
-        prefills = self._slots.generating_first(prefills)
-        budget = self._token_budget(decodes, prefills) - len(decodes)
-        chunks: list[tuple[int, int]] = []  # (slot, tokens granted)
-        for slot in prefills:
-            if budget == 0:
-                break
-            if self._slots.owner[slot] is None:
-                continue  # preempted a moment ago
-            if grant := self._grant(int(slot), budget):
-                chunks.append((int(slot), grant))
-                budget -= grant
-        if len(prefills):  # they may have preempted any of them
-            decodes = decodes[self._slots.runs(decodes)]
-            chunks = [chunk for chunk in chunks if self._slots.owner[chunk[0]] is not None]
-        while budget > 0 and self._slots.num_free and (party := self._next_admissible()):
-            self._seating.enter(party)
-            self._admitted += party
-            self.prefixes.entered(party[0])
-            for slot in (one.slot for one in party):
-                if grant := self._grant(slot, budget, may_preempt=False):
-                    chunks.append((slot, grant))
-                    budget -= grant
-        return self._make_plan(decodes, self._fill_bucket(len(decodes), chunks))
+        while True:
+            num_admitted = len(self._admitted)
+            plan = self._fill_step()
+            if plan is not None or len(self._admitted) == num_admitted:
+                return plan
+            # Whoever entered found no block for its next token, where windows give blocks only step by step.  Now that
+            # it runs, somebody yields to it, or it ends because the pool is its limit.
 
     def take_outgrown(self) -> list[Sequence]:
         """Sequences that `schedule()` ended because they outgrew the pool while alone in it."""
@@ -243,6 +222,37 @@ class Scheduler:
         self._seating.beams.move(group, moves)
 
     # -- phases of schedule(), in their order
+
+    def _fill_step(self) -> StepPlan | None:
+        """Who runs goes on, who waits enters."""
+        if self._policy.preempts:
+            self._make_room_for_urgent()
+        self._fork_beams()
+        decodes, prefills = self._slots.runnable()
+        decodes = self._grow_decodes(decodes)
+        prefills = self._slots.generating_first(prefills)
+        budget = self._token_budget(decodes, prefills) - len(decodes)
+        chunks: list[tuple[int, int]] = []  # (slot, tokens granted)
+        for slot in prefills:
+            if budget == 0:
+                break
+            if self._slots.owner[slot] is None:
+                continue  # preempted a moment ago
+            if grant := self._grant(int(slot), budget):
+                chunks.append((int(slot), grant))
+                budget -= grant
+        if len(prefills):  # they may have preempted any of them
+            decodes = decodes[self._slots.runs(decodes)]
+            chunks = [chunk for chunk in chunks if self._slots.owner[chunk[0]] is not None]
+        while budget > 0 and self._slots.num_free and (party := self._next_admissible()):
+            self._seating.enter(party)
+            self._admitted += party
+            self.prefixes.entered(party[0])
+            for slot in (one.slot for one in party):
+                if grant := self._grant(slot, budget, may_preempt=False):
+                    chunks.append((slot, grant))
+                    budget -= grant
+        return self._make_plan(decodes, self._fill_bucket(len(decodes), chunks))
 
     def _make_room_for_urgent(self) -> None:
         """Preempts running sequences of a lower class where the head of the queue can enter in no other way."""

@@ -25,8 +25,9 @@ class SharedPrefixes:
         self.num_waits = 0
 
     def entered(self, sequence: Sequence) -> None:
-        """A sequence that got a slot may be waited for."""
-        if self._blocks.has_prefix_cache and self._num_missing(sequence) >= self._min_tokens:
+        """A sequence that got a slot may be waited for, if its prompt fills a block: the output of beams may change."""
+        fills_block = sequence.num_prompt >= self._blocks.block_size
+        if self._blocks.has_prefix_cache and fills_block and self._num_missing(sequence) >= self._min_tokens:
             self._computing.setdefault(self._key(sequence), []).append(sequence)
 
     def ended(self, sequence: Sequence) -> None:
@@ -65,7 +66,12 @@ class SharedPrefixes:
 
     def forget(self, sequence: Sequence) -> bool:
         """A sequence ends; says whether it waited here."""
-        return any(waiting.pop(sequence, None) is not None for waiting in self._waiting.values())
+        for one, waiting in self._waiting.items():
+            if waiting.pop(sequence, None) is not None:
+                if not waiting:
+                    del self._waiting[one]
+                return True
+        return False
 
     def take_ready(self) -> list[Sequence]:
         """Those who need not wait any more: what they share is there, or who computed it is gone."""

@@ -20,7 +20,7 @@ CASES = [("one pool", False), ("one pool", True), ("windows", True), ("host tier
 
 
 class Work:
-    """A long prompt, one that begins alike, short ones, samples and beams, on an engine that runs most of them at once."""
+    """A long prompt, one that begins alike, a short one, samples and beams; most of them run at once."""
 
     def __init__(self, kind: str, overlap: bool, shape: str):
         self.engine = HostEngine(

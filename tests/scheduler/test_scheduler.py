@@ -207,7 +207,8 @@ def test_an_abort_between_a_step_and_its_results_ends_a_request_once():
     for seed in range(1000):
         random = np.random.default_rng(seed)
         engine = HostEngine(num_blocks=10, budget=8, overlap=bool(seed % 2), max_num_seqs=3)
-        work = [sequence(str(at), prompt(int(random.integers(1, 9)), at % 2), int(random.integers(1, 5))) for at in range(5)]
+        lengths, counts = random.integers(1, 9, 5).tolist(), random.integers(1, 5, 5).tolist()
+        work = [sequence(str(at), prompt(lengths[at], at % 2), counts[at]) for at in range(5)]
         coming, told = list(work), {}
         while coming or engine.scheduler.has_work or engine.in_flight:
             action = random.integers(3)

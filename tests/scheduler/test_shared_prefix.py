@@ -7,6 +7,7 @@ import gc
 import pytest
 
 from jserve.scheduler import Sequence, SequenceState
+from tests.scheduler.test_beams import STOPS
 from tests.support.host_engine import HostEngine, beams, expected_output, group, output, sequence
 
 SHARED = [(3 + 7 * i) % 1000 for i in range(40)]
@@ -67,6 +68,30 @@ def test_a_finished_sequence_is_not_kept():
     gc.collect()
     kept = [one for one in gc.get_objects() if isinstance(one, Sequence) and one.request_id.startswith("kept")]
     assert len(kept) <= 1
+
+
+@pytest.mark.parametrize("num_output", [5, 9, 12])
+def test_preempted_beams_of_a_short_prompt_are_not_kept_either(num_output):
+    """Their first block is output, of which a beam may change its mind."""
+    engine = HostEngine(budget=16, step_cost_tokens=1)
+    members = beams("b", [1, 2, 3], 25, 5, **STOPS)
+    engine.add_group(members)
+    while engine.scheduler.has_work:
+        engine.step()
+        if members[0].num_output >= num_output and not members[0].num_preemptions:
+            engine.scheduler._preempt(members[0])
+    assert members[0].num_preemptions and not engine.scheduler.prefixes._computing
+
+
+def test_who_leaves_while_waiting_keeps_nobody():
+    engine = HostEngine(budget=16)
+    first, second = family(2)
+    engine.add(first, second)
+    engine.step(), engine.step(), engine.step()
+    assert engine.scheduler.prefixes.num_waiting == 1
+    engine.abort(second)
+    engine.abort(first)
+    assert not engine.scheduler.prefixes._waiting and not engine.scheduler.prefixes._computing
 
 
 def test_nobody_waits_across_salts_with_bypass_or_without_a_cache():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jserve.request import FinishReason
 from jserve.scheduler import PreemptionSettings
 from tests.scheduler.test_beams import STOPS, alone, found
+from tests.support.arrivals import PreemptsAtEveryStep
 from tests.support.host_engine import HostEngine, beams, expected_output, group, output, sequence
 
 SHAPES = {"all windows": (9,), "alternating": (None, 9), "two windows": (None, 5, 14)}
@@ -147,3 +148,22 @@ def test_whatever_happens_everyone_reads_their_own(work, shape, windows, spare_f
     assert engine.scheduler.num_waiting == 0 and engine.blocks.num_used_blocks == 0
     engine.scheduler._seating.release_returned()
     assert all(pool.num_used == 0 for pool in engine.blocks._swap.pools) and not engine.scheduler._seating._away
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(("length", "width", "num_blocks"), [(3, 2, 6), (4, 3, 5), (8, 3, 6), (13, 2, 5)])
+def test_who_enters_and_finds_no_block_for_the_next_token_yields_or_ends(length, width, num_blocks, overlap):
+    """Beams that come back to a pool that holds just what they have: nobody else runs, and nothing is in flight."""
+    engine = HostEngine(
+        num_blocks=num_blocks, windows=(9,), max_tokens=80, overlap=overlap, budget=16, max_num_seqs=5,
+        num_host_blocks=90, checks_kv=True, preemption=PreemptionSettings("swap"),
+    )
+    preempts = PreemptsAtEveryStep()
+    members, other = beams("beams", prompt(length), 25, width), sequence("other", prompt(3, 1), 3)
+    engine.add_group(members)
+    engine.add(other)
+    while engine.scheduler.has_work or engine.in_flight:
+        engine.step()
+        preempts(engine.scheduler)
+    assert members[0] in engine.outgrown and output(other) == expected_output(prompt(3, 1), 3)
+    assert {reason for _, _, reason, _ in found(members[0].search)} <= {FinishReason.LENGTH, FinishReason.STOP}
