@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -97,47 +96,3 @@ def table(sweep: Sweep, points: Sequence[Mapping[str, object]], best: Mapping[st
         highest = "none" if best is None else f"{best[sweep.kind]:g} ({best['output_throughput']:.1f} output tokens/s)"
         lines.append(f"highest {sweep.kind} within the SLO ({limits}): {highest}")
     return "\n".join(lines)
-
-
-def page(sweep: Sweep, points: Sequence[Mapping[str, object]], best: Mapping[str, object] | None, title: str) -> str:
-    """The curve: throughput to the right, P99 TTFT and TPOT upwards."""
-    charts = "".join(
-        f"<h2 style='font-size:15px'>P99 {metric.upper()} (ms) by output tokens/s</h2>{_curve(sweep, points, metric)}"
-        for metric in ("ttft", "tpot")
-    )
-    return (
-        f"<!doctype html><meta charset='utf-8'><title>{html.escape(title)}</title>"
-        "<style>body{font:14px system-ui,sans-serif;margin:24px} text{font:12px system-ui,sans-serif}</style>"
-        f"<h1 style='font-size:20px'>{html.escape(title)}</h1>{charts}"
-        f"<pre>{html.escape(table(sweep, points, best))}</pre>"
-    )
-
-
-def _curve(sweep: Sweep, points: Sequence[Mapping[str, object]], metric: str) -> str:
-    width, height, left, bottom = 760, 300, 70, 260
-    shown = [point for point in points if point.get(f"p99_{metric}_ms") is not None]
-    if not shown:
-        return "<p>none</p>"
-    limit = (sweep.slo_ms or {}).get(metric)
-    most_x = max(point["output_throughput"] for point in shown) or 1.0
-    most_y = 1.05 * max([point[f"p99_{metric}_ms"] for point in shown] + ([limit] if limit else []))
-
-    def place(rate: float, ms: float) -> tuple[float, float]:
-        return left + rate / most_x * (width - left - 90), bottom - ms / most_y * (bottom - 20)
-
-    spots = [place(point["output_throughput"], point[f"p99_{metric}_ms"]) for point in shown]
-    line = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-    body = [f"<polyline points='{line}' fill='none' stroke='#1f6fb2' stroke-width='2' />"]
-    for (x, y), point in zip(spots, shown):
-        body.append(f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='#1f6fb2' />")
-        body.append(f"<text x='{x + 7:.1f}' y='{y - 6:.1f}'>{point[sweep.kind]:g}</text>")
-    if limit:
-        y = place(0, limit)[1]
-        body.append(f"<line x1='{left}' x2='{width - 90}' y1='{y:.1f}' y2='{y:.1f}' stroke='#c0392b' />")
-        body.append(f"<text x='{width - 84}' y='{y + 4:.1f}' fill='#c0392b'>{limit:g} ms</text>")
-    for k in range(5):
-        x, y = place(most_x * k / 4, most_y * k / 4)
-        body.append(f"<text x='{x:.1f}' y='{bottom + 18}' text-anchor='middle'>{most_x * k / 4:.3g}</text>")
-        body.append(f"<text x='{left - 8}' y='{y + 4:.1f}' text-anchor='end'>{most_y * k / 4:.3g}</text>")
-    body.append(f"<line x1='{left}' x2='{width - 90}' y1='{bottom}' y2='{bottom}' stroke='#444' />")
-    return f"<svg width='{width}' height='{height}'>{''.join(body)}</svg>"

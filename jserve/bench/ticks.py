@@ -16,6 +16,6 @@ def round_ticks(most: float, about: int = 5) -> list[float]:
 def decades(lowest: float, highest: float) -> list[float]:
     """1, 2 and 5 times powers of ten within the range; only the powers where that would be too many."""
     exponents = range(math.floor(math.log10(lowest)), math.ceil(math.log10(highest)) + 1)
-    factors = (1, 2, 5) if len(exponents) <= 3 else (1,)
+    factors = (1, 2, 5) if highest < 300 * lowest else (1,)
     found = [factor * 10.0**exponent for exponent in exponents for factor in factors]
     return [value for value in found if lowest <= value <= highest]

@@ -84,7 +84,10 @@ def add_figure_flags(parser: argparse.ArgumentParser, percentiles: tuple[float, 
         help="count the requests that keep these limits, such as ttft:200 tpot:50",
     )
     group.add_argument("--save-detailed", action="store_true", help="keep each request's lengths and times in the JSON")
-    group.add_argument("--plot", metavar="FILE", help="HTML: tokens/s over time, TTFT and ITL, requests as bars")
+    group.add_argument(
+        "--plot", metavar="FILE",
+        help="HTML: tokens/s over time, TTFT and ITL, requests as bars; of a sweep the curves, as HTML or .svg",
+    )
     group.add_argument(
         "--allowed-failures", type=whole(0), default=0, metavar="N",
         help="failed requests above which the exit code is 1 [%(default)s]",

@@ -10,7 +10,7 @@ import math
 import sys
 from collections.abc import Mapping
 
-from jserve.bench import lag, report, serve, sweep
+from jserve.bench import lag, report, serve, sweep, sweep_plot
 from jserve.bench.arrivals import STRATEGIES, Ramp
 from jserve.bench.driver import STALL_TIMEOUT_S
 from jserve.bench.target import BACKENDS, ServerFacts, Target, ask
@@ -122,9 +122,15 @@ async def _run_sweep(arguments: argparse.Namespace) -> int:
     save(answer, arguments)
     if arguments.plot:
         with open(arguments.plot, "w") as file:
-            file.write(sweep.page(plan, points, best, f"jserve bench serve --sweep {plan.kind}: {facts.model_id}"))
+            file.write(_drawn(arguments.plot, plan, points, best, f"{facts.model_id}: {plan.kind} sweep"))
         print(f"plot written to {arguments.plot}", file=sys.stderr)
     return 1 if plan.slo_ms is not None and best is None else 0
+
+
+def _drawn(path: str, plan: sweep.Sweep, points, best, title: str) -> str:
+    if path.endswith(".svg"):
+        return sweep_plot.svg(plan.kind, points, plan.slo_ms, title)
+    return sweep_plot.page(plan.kind, points, plan.slo_ms, title, sweep.table(plan, points, best))
 
 
 async def _measured(arguments: argparse.Namespace, facts: ServerFacts, pace: serve.Pace, seed: int | None):

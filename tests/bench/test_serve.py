@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from xml.etree import ElementTree
 
 import pytest
 
-from jserve.bench import compare, plot, report, sweep
+from jserve.bench import compare, plot, report, sweep, sweep_plot
 from jserve.bench.driver import STALL_TIMEOUT_S, drive
 from jserve.bench.load import JsonlLoad, Output, RandomLoad, SharedPrefixLoad, TraceLoad
 from jserve.bench.serve import Options, Pace, run
@@ -152,7 +153,10 @@ async def scripted_sweep(plan, capacity=7.0):
     async def measure(value):
         asked.append(value)
         ttft = 100.0 if value <= capacity else 5000.0
-        return {"failed": 0, "p99_ttft_ms": ttft, "p99_tpot_ms": 20.0, "output_throughput": min(value, capacity) * 64}
+        return {
+            "failed": 0, "median_ttft_ms": 90.0, "p99_ttft_ms": ttft, "median_tpot_ms": 19.0, "p99_tpot_ms": 20.0,
+            "output_throughput": min(value, capacity) * 64,
+        }
 
     return asked, *await sweep.run(plan, measure)
 
@@ -165,7 +169,13 @@ async def test_a_sweep_finds_the_highest_rate_within_the_slo():
     assert asked == [2, 6, 9] and best["concurrency"] == 6
     text = sweep.table(sweep.Sweep("concurrency", None, slo), points, best)
     assert "misses it" in text and "highest concurrency within the SLO (P99 ttft <= 2000 ms" in text
-    assert "<svg" in sweep.page(sweep.Sweep("concurrency", None, slo), points, best, "t & t")
+    page = sweep_plot.page("concurrency", points, slo, "t & t", text)
+    assert "t &amp; t" in page and "misses it" in page
+    picture = ElementTree.fromstring(sweep_plot.svg("concurrency", points, slo, "t & t"))
+    texts = [node.text for node in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts.count("9") == 2, "the point's concurrency, at both P99 curves"
+    assert {"P50", "P99", "P99 limit 2000 ms", "2,000", "500"} <= set(texts), "5 s beside 90 ms: a logarithmic axis"
+    assert "nothing was completed" in sweep_plot.svg("rate", [{"rate": 1.0, "p99_ttft_ms": None}], None, "t")
     _, _, none = await scripted_sweep(sweep.Sweep("rate", (8.0,), slo))
     assert none is None
 

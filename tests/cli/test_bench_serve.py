@@ -55,6 +55,9 @@ def test_a_sweep_over_concurrency(address, tmp_path, capsys):
     assert [point["concurrency"] for point in answer["points"]] == [1, 3] and answer["highest_within_slo"] == 3
     assert answer["points"][0]["seed"] != answer["points"][1]["seed"], "no point finds an earlier one's prompts cached"
     assert "<svg" in (tmp_path / "s.html").read_text()
+    flags[-1] = str(tmp_path / "s.svg")
+    assert served(address, *flags, *ANYWAY) == 0
+    assert (tmp_path / "s.svg").read_text().startswith("<svg xmlns=")
 
 
 def test_requests_of_a_file_and_of_a_trace(address, tmp_path, capsys):
