@@ -6,11 +6,14 @@ from the engine at scrape time, so they are right also when no step runs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+log = logging.getLogger(__name__)
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _GAP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -55,15 +58,31 @@ class RequestCounts:
         return self.accepted - self.finished - self.aborted - self.failed
 
 
+class Distribution:
+    """A histogram that costs nobody a step: what goes wrong in it is logged, the first time, and not raised."""
+
+    def __init__(self, histogram: Histogram):
+        self.histogram = histogram
+        self._has_failed = False
+
+    def observe(self, value: float) -> None:
+        try:
+            self.histogram.observe(value)
+        except Exception:
+            if not self._has_failed:
+                log.exception("a metric cannot be recorded; its figures are wrong from here on")
+            self._has_failed = True
+
+
 class Histograms:
     """Distributions that a scrape cannot reconstruct; observed by the engine and output threads."""
 
     def __init__(self, model_name: str):
         self.registry = CollectorRegistry()
 
-        def histogram(name: str, doc: str, buckets: tuple[float, ...]) -> Histogram:
+        def histogram(name: str, doc: str, buckets: tuple[float, ...]) -> Distribution:
             metric = Histogram(f"jserve:{name}", doc, ["model_name"], buckets=buckets, registry=self.registry)
-            return metric.labels(model_name)
+            return Distribution(metric.labels(model_name))
 
         self.time_to_first_token = histogram("time_to_first_token_seconds", "Arrival to first token", _SECONDS)
         self.inter_token_latency = histogram("inter_token_latency_seconds", "Gap between tokens", _GAP_SECONDS)

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from pathlib import Path
 
 import pytest
+from prometheus_client import Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from jserve.config import Config
@@ -180,6 +181,20 @@ async def test_a_preempted_request_is_counted_once_and_its_lost_tokens_too():
         assert loads.num_preemptions > 0 and sum(a.metrics.num_preemptions for a in answers) == loads.num_preemptions
         assert (loads.requests_accepted, loads.requests_length, loads.generated_tokens) == (4, 4, 120)
         assert {answer.usage.completion_tokens for answer in answers} == {30}
+
+
+async def test_a_metric_that_breaks_costs_nobody_a_step(served, monkeypatch, caplog):
+    engine, port = served
+
+    def broken(self, value):
+        raise ValueError("Duplicated timeseries")
+
+    monkeypatch.setattr(Histogram, "observe", broken)
+    assert (await served_whole(engine, request("r"))).usage.completion_tokens == 5
+    found = scrape(port)
+    assert found["jserve:request_success_total{length}"] == 1 and found["jserve:requests_failed_total"] == 0
+    said = [record.message for record in caplog.records if "a metric cannot be recorded" in record.message]
+    assert 1 <= len(said) <= len(HISTOGRAMS), "once a metric, not at every step"
 
 
 async def test_the_last_message_tells_the_requests_own_times(served):
