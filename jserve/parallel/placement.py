@@ -69,7 +69,21 @@ class Placement:
             placed = jax.device_put(array, self.devices[0], may_alias=True)
         else:
             placed = jax.make_array_from_callback(array.shape, sharding, lambda part: np.ascontiguousarray(array[part]))
-        return placed if self.devices[0].platform == "cpu" else jax.block_until_ready(placed)
+        return jax.block_until_ready(placed) if self.copies else placed
+
+    @property
+    def copies(self) -> bool:
+        """Whether arrays are copied to the devices; a CPU takes the host's as they are."""
+        return self.devices[0].platform != "cpu"
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, logical_axes: Sequence[str]) -> jax.Array:
+        """For `with_layer` to fill."""
+        return jnp.zeros(shape, dtype, device=self.sharding(logical_axes, shape))
+
+    def with_layer(self, whole: jax.Array, layer: int, array: np.ndarray, logical_axes: Sequence[str]) -> jax.Array:
+        """`whole` (donated) with a host array as its layer; when this returns the host array may be filled anew."""
+        part = self.put(array, logical_axes[1:])
+        return jax.block_until_ready(_write_layer(whole.sharding)(whole, part, np.int32(layer)))
 
     def zeros(self, shape: tuple[int, ...], dtype: Any, spec: PartitionSpec = WHOLE) -> jax.Array:
         return jnp.zeros(shape, dtype, device=self._place_of(spec))
@@ -119,6 +133,13 @@ class Placement:
     ) -> Callable[[], jax.stages.Lowered]:
         """A function that lowers `program` for these arguments."""
         return functools.partial(jax.jit(self.split(program, arguments, results), donate_argnums=donated).lower, *arguments)
+
+
+@functools.cache
+def _write_layer(sharding: Sharding) -> Callable:
+    """(whole, part, layer) -> whole, in place."""
+    write = functools.partial(jax.lax.dynamic_update_index_in_dim, axis=0)
+    return jax.jit(write, donate_argnums=0, out_shardings=sharding)
 
 
 def on_devices(devices: Sequence[jax.Device]) -> Placement:

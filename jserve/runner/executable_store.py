@@ -62,6 +62,7 @@ class ExecutableStore:
 
     def __init__(self, root: str | Path, key: str):
         self._folder = Path(root) / key[:32]
+        self._has_failed = False
 
     def load(self, name: str, devices: Sequence[jax.Device]) -> jax.stages.Compiled | None:
         """The program's executable on these devices, or None where there is none that can be used."""
@@ -86,7 +87,10 @@ class ExecutableStore:
                 file.write(content)
             os.replace(file.name, path)
         except Exception as error:
-            log.warning("%s cannot be kept: %s", path, error)
+            if not self._has_failed:  # once, not for each of a hundred programs
+                log.warning("compiled programs cannot be kept in %s, so the next start compiles again: %s; "
+                            "another folder: --cache-dir", self._folder.parent, getattr(error, "strerror", None) or error)
+            self._has_failed = True
 
     def forget(self) -> None:
         """Removes all executables of this fingerprint."""

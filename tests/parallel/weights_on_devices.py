@@ -12,7 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jserve.parallel.placement import on_devices
+from jserve.parallel.placement import Placement, on_devices
 from jserve.weights.convert import convert
 from jserve.weights.load import load_model
 from tests.support.tiny_models import random_gguf
@@ -32,6 +32,13 @@ def main() -> None:
             a.dtype == b.dtype and a.sharding == b.sharding and np.array_equal(a, b)
             for other in others
             for a, b in zip(first, other, strict=True)
+        )
+        Placement.copies = True  # as on devices with memory of their own: a layer at a time
+        by_layer = jax.tree.leaves(load_model(source, "float32", quantize=quantize, placement=placement).params)
+        Placement.copies = property(lambda self: False)
+        answer[f"a layer at a time, {quantize}"] = all(
+            a.dtype == b.dtype and a.sharding == b.sharding and np.array_equal(a, b)
+            for a, b in zip(first, by_layer, strict=True)
         )
     whole, params = load_model(source, "float32").params, models[0].params
     answer["columns in order"] = np.array_equal(

@@ -53,9 +53,12 @@ def test_a_damaged_file_is_compiled_again(tmp_path, lowered):
     assert len(lowered.calls) == 2
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, lowered):
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time_and_is_said_once(tmp_path, lowered, caplog):
     (tmp_path / "file").write_text("")
-    assert make(lowered, ExecutableStore(tmp_path / "file", "key")) == [0, 2, 4, 6]
+    store = ExecutableStore(tmp_path / "file", "key")
+    for _ in range(3):
+        assert make(lowered, store) == [0, 2, 4, 6]
+    assert caplog.text.count("cannot be kept in") == 1 and "another folder: --cache-dir" in caplog.text
 
 
 def test_old_sets_go_when_there_are_too_many(tmp_path, lowered, monkeypatch):

