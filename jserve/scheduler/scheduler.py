@@ -8,12 +8,12 @@ later, or moved to host memory.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
+from jserve.clock import stamp
 from jserve.kv import BlockManager
 from jserve.request import FinishReason
 from jserve.sampling.beam_search import Move
@@ -65,7 +65,7 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         blocks: BlockManager,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = stamp,
         policy: PolicySettings = PolicySettings(),
         preemption: PreemptionSettings = PreemptionSettings(),
     ):
