@@ -19,7 +19,9 @@ from jserve.runner.forward import ServedParams
 from jserve.runner.grammar_state import GrammarMasks, GrammarState
 from jserve.runner.host_blocks import HostBlocks
 from jserve.runner.pooling import Pooled, start_pooling
-from jserve.runner.programs import NUM_SWAPPED, DeviceState, ProgramSet, SampledColumns
+from jserve.runner.block_programs import NUM_SWAPPED
+from jserve.runner.programs import DeviceState, ProgramSet
+from jserve.runner.sampled_columns import SampledColumns
 from jserve.runner.sampling_rows import SamplingRows
 from jserve.sampling.sampler import SamplerVariant
 from jserve.scheduler.plan import PromptScores, StepOutput, StepPlan
@@ -70,7 +72,7 @@ class ModelRunner:
         self._grammars = GrammarState(programs.num_slots, programs.vocab_size, jumps)
         self._in_flight: deque[_InFlight] = deque()
         self._last_collected = 0.0
-        self._host = programs.host_blocks()
+        self._host = programs.blocks.host_blocks()
         self.swap_block_s = 0.0
         """Seconds that a block takes to or from host memory; measured by warm_up."""
         self.reset()
@@ -96,8 +98,8 @@ class ModelRunner:
         if self._host is not None:
             for _ in range(2):  # the second time counts
                 began = time.perf_counter()
-                self._programs.save_blocks(self._pools, self._host, 0, [(0, 0, 0)] * NUM_SWAPPED)
-                self._pools = self._programs.load_blocks(self._pools, self._host, [(0, 0, 0)] * NUM_SWAPPED)
+                self._programs.blocks.save(self._pools, self._host, 0, [(0, 0, 0)] * NUM_SWAPPED)
+                self._pools = self._programs.blocks.load(self._pools, self._host, [(0, 0, 0)] * NUM_SWAPPED)
                 jax.block_until_ready(self._pools)
                 self.swap_block_s = (time.perf_counter() - began) / (2 * NUM_SWAPPED)
 
@@ -113,13 +115,13 @@ class ModelRunner:
         for sequence in plan.admitted:
             self._enter(sequence)
         if plan.saves:
-            programs.save_blocks(self._pools, self._host, plan.step_id, plan.saves)
+            programs.blocks.save(self._pools, self._host, plan.step_id, plan.saves)
         if plan.copies:
-            self._pools = programs.copy_blocks(self._pools, plan.copies)
+            self._pools = programs.blocks.copy(self._pools, plan.copies)
         if plan.loads:
-            self._pools = programs.load_blocks(self._pools, self._host, plan.loads)
+            self._pools = programs.blocks.load(self._pools, self._host, plan.loads)
         if plan.poisoned:
-            self._pools = programs.poison_blocks(self._pools, plan.poisoned)
+            self._pools = programs.blocks.poison(self._pools, plan.poisoned)
         shape = programs.plan.step_shape(plan.bucket, plan.decode_only)
         packed = build(plan, programs.input_layout(shape), self._tables)
         hidden, sample_hidden, self._pools = programs.forward(
@@ -142,7 +144,7 @@ class ModelRunner:
     def save_now(self, saves: list[tuple[int, int, int]]) -> None:
         """Copies blocks (group, block, host block) to host memory, and waits for them."""
         if saves:
-            self._programs.save_blocks(self._pools, self._host, 0, saves)
+            self._programs.blocks.save(self._pools, self._host, 0, saves)
             self._host.settle()
 
     def collect(self) -> StepOutput:

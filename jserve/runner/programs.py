@@ -7,7 +7,7 @@ before readiness.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,72 +22,27 @@ from jserve.models.row_tiles import in_tiles
 from jserve.parallel.placement import POOL, Placement, on_devices
 from jserve.runner import sampling_rows
 from jserve.runner.batch import InputLayout
+from jserve.runner.block_programs import BlockPrograms
 from jserve.runner.compile_plan import SCORED_ROWS, CompilePlan, SamplerShape, StepShape
 from jserve.runner.compiler import compile_all
 from jserve.runner.bundle import Bundle
 from jserve.runner.executable_store import ExecutableStore
 from jserve.runner.forward import ForwardPrograms, ServedParams, serve_params, served_shapes
-from jserve.runner.host_blocks import HostBlocks
+from jserve.runner.sampled_columns import pack_columns
 from jserve.runner.shaping_programs import ShapingPrograms
 from jserve.sampling.beam_search import NUM_CANDIDATES
-from jserve.sampling.limits import MAX_LOGPROBS
 from jserve.sampling.prompt_scores import score_positions
 from jserve.sampling.sampler import VARIANTS, SamplerVariant, sample
-from jserve.sampling.scores import TokenScores, hide_unreal, largest, normalizer
+from jserve.sampling.scores import hide_unreal, largest, normalizer
 from jserve.sampling.shaping import ShapingRows
 from jserve.scheduler.buckets import bucket_for
-from pallas_kernels.block_copy import copy_blocks, gather_blocks, scatter_blocks
 from pallas_kernels.paged_attention import PoolLayout
 from pallas_kernels.targets import step_compiler_options
-
-NUM_COPIES = 64
-"""Block pairs that one copy program moves; more take several calls."""
-
-
-NUM_SWAPPED = 16
-"""Blocks that one program moves to or from host memory, and the size of its staging buffer."""
-
 
 CPU_OPTIONS = {
     "xla_cpu_parallel_codegen_split_count": 1, "xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": 2
 }  # fmt: skip
-"""Of every CPU program but large layers, see Programs.compiler_options."""
-POISON_BYTE = 0x46
-"""Of 8-bit pools: 70 as int8, 13 as fp8, and 12,689 as a scale of both."""
-POISON = 100.0
-"""What freed blocks are filled with: large for a key or a value, and within every dtype."""
-
-
-@dataclass(frozen=True)
-class SampledColumns:
-    """The sampler's and scorer's packed output on the host: i32[R, 4 + 2 * MAX_LOGPROBS], floats by their bits."""
-
-    packed: np.ndarray
-
-    @property
-    def token_ids(self) -> np.ndarray:
-        return self.packed[:, 0]
-
-    @property
-    def logprobs(self) -> np.ndarray:
-        return np.ascontiguousarray(self.packed[:, 1]).view(np.float32)
-
-    @property
-    def ranks(self) -> np.ndarray:
-        return self.packed[:, 2]
-
-    @property
-    def is_sound(self) -> np.ndarray:
-        """False where the logits were no numbers: that row's token means nothing."""
-        return self.packed[:, 3] != 0
-
-    @property
-    def top_ids(self) -> np.ndarray:
-        return self.packed[:, 4 : 4 + MAX_LOGPROBS]
-
-    @property
-    def top_logprobs(self) -> np.ndarray:
-        return np.ascontiguousarray(self.packed[:, 4 + MAX_LOGPROBS :]).view(np.float32)
+"""Of every CPU program but large layers, see ProgramSet.compiler_options."""
 
 
 @jax.tree_util.register_dataclass
@@ -122,13 +77,11 @@ class ProgramSet:
         Args:
           layouts: of the part of the pools that one device has; `pool_shapes` are of all devices together.
           num_host_blocks: host memory to swap to, in blocks of all layer groups; 0: no swapping.
-          poisons_freed: poison_blocks will be called.
+          poisons_freed: blocks.poison will be called.
           placement: None is jax's default device.
         """
         self.plan = plan
         self.placement = placement or on_devices(jax.devices()[:1])
-        self.num_host_blocks = num_host_blocks
-        self._poisons_freed = poisons_freed
         self.num_slots = plan.num_slots
         self._model = model_code(config)
         self._config = config.shard(self.placement.num_shards, self.placement.axis)
@@ -155,6 +108,7 @@ class ProgramSet:
         self._by_layer = by_layer
         self.vocab_size = config.vocab_size
         self.shaping = ShapingPrograms(plan.num_slots, config.vocab_size, plan.sampler_rows, self.placement)
+        self.blocks = BlockPrograms(layouts, pool_shapes, num_host_blocks, poisons_freed, self.placement)
         self._compiled: dict = {}
         self._compiled_forward: dict[StepShape, dict] = {}
 
@@ -233,59 +187,6 @@ class ProgramSet:
         rows = self._compiled["select", shape](hidden, packed[0])
         return self._compiled["pool"](sums, rows, packed[1])
 
-    def copy_blocks(self, pools, copies: list[tuple[int, int, int]]):
-        """Donates pools; copies blocks (group, source, destination)."""
-        pools = list(pools)
-        for group in range(len(pools)):
-            for pairs in independent_copies([(source, to) for of_group, source, to in copies if of_group == group]):
-                packed = np.zeros((2, NUM_COPIES), np.int32)
-                packed[:, : len(pairs)] = np.array(pairs, np.int32).T
-                pools[group] = self._compiled["copy", group](pools[group], packed, np.int32(len(pairs)))
-        return tuple(pools)
-
-    def save_blocks(self, pools, host: HostBlocks, step_id: int, saves: list[tuple[int, int, int]]) -> None:
-        """Starts copies of blocks (group, block, host block) to host memory."""
-        for group, pool in enumerate(pools):
-            pairs = [(block, host_block) for of_group, block, host_block in saves if of_group == group]
-            for run in _runs_of(pairs, NUM_SWAPPED):
-                blocks, host_blocks = (list(ids) for ids in zip(*run))
-                staging = self._compiled["gather", group](pool, _padded(blocks), np.int32(len(run)))
-                host.save(step_id, group, host_blocks, staging)
-
-    def load_blocks(self, pools, host: HostBlocks, loads: list[tuple[int, int, int]]):
-        """Donates pools; copies blocks (group, host block, block) from host memory."""
-        pools = list(pools)
-        for group in range(len(pools)):
-            pairs = [(host_block, block) for of_group, host_block, block in loads if of_group == group]
-            for run in _runs_of(pairs, NUM_SWAPPED):
-                host_blocks, blocks = (list(ids) for ids in zip(*run))
-                staging = host.load(group, host_blocks, NUM_SWAPPED)
-                pools[group] = self._compiled["scatter", group](pools[group], _padded(blocks), staging, np.int32(len(run)))
-        return tuple(pools)
-
-    def poison_blocks(self, pools, poisoned: list[tuple[int, int]]):
-        """Donates pools; fills blocks (group, block) with large finite numbers: of NaN, 0 times it would spread through
-        what attention masks."""
-        pools = list(pools)
-        for group, (shape, layout) in enumerate(zip(self._staging(), self._layouts)):
-            blocks = [block for of_group, block in poisoned if of_group == group]
-            if blocks:
-                if layout.dtype.itemsize == 1:  # as values and as scales
-                    staging = np.full(shape.shape, POISON_BYTE, np.uint8).view(shape.dtype)
-                else:
-                    staging = np.full(shape.shape, POISON, layout.dtype).view(shape.dtype)
-                for run in _runs_of(blocks, NUM_SWAPPED):
-                    count = np.int32(len(run))
-                    pools[group] = self._compiled["scatter", group](pools[group], _padded(run), staging, count)
-        return tuple(pools)
-
-    def host_blocks(self) -> HostBlocks | None:
-        """Host memory to swap to, if there is any."""
-        if not self.num_host_blocks:
-            return None
-        shapes = [staging.shape[1:] for staging in self._staging()]
-        return HostBlocks(self.num_host_blocks + 1, shapes, [layout.storage_dtype for layout in self._layouts])
-
     def run_each_once(self, params: ServedParams, state: DeviceState) -> DeviceState:
         """Donates state.  Runs the smallest step, sampler, scorer and copy on padding; returns the state unchanged."""
         pools, slot_tokens, shaping_rows = state.pools, state.slot_tokens, state.shaping_rows
@@ -300,7 +201,7 @@ class ProgramSet:
         self.beam_candidates(logits, np.zeros(1, np.int32))
         self.score(shape, params, hidden, np.zeros((2, SCORED_ROWS), np.int32))
         self.pool(shape, state.no_sums, hidden, np.full((2, SCORED_ROWS), [[0], [self.num_slots]], np.int32))
-        pools = self.copy_blocks(pools, [(group, 0, 0) for group in range(len(pools))])
+        pools = self.blocks.copy(pools, [(group, 0, 0) for group in range(len(pools))])
         return DeviceState(pools, slot_tokens, state.no_sums, shaping_rows)
 
     # -- compiling
@@ -317,6 +218,7 @@ class ProgramSet:
             self.jobs(params), num_threads, progress, store, self.compiler_options, self.placement.devices
         )
         self.shaping.use(self._compiled)
+        self.blocks.use(self._compiled)
         for shape in self._forward:
             self._compiled_forward[shape] = {
                 key[1]: program for key, program in self._compiled.items() if isinstance(key, tuple) and key[0] == shape
@@ -381,16 +283,7 @@ class ProgramSet:
         jobs["score"] = lowering(self._score_program, (params.outer, rows, i32(SCORED_ROWS)))
         sums = shape_of((self.num_slots, width), jnp.float32)
         jobs["pool"] = lowering(_add_rows, (sums, rows, i32(SCORED_ROWS)))
-        for group, pool in enumerate(pools):
-            copy = functools.partial(_copy_pairs, platform=self._layouts[group].platform)
-            jobs["copy", group] = lowering(copy, (pool, i32(2, NUM_COPIES), i32()), POOL, donated=(0,))
-        if self.num_host_blocks or self._poisons_freed:
-            for group, (pool, staging) in enumerate(zip(pools, self._staging())):
-                blocks, platform = i32(NUM_SWAPPED), self._layouts[group].platform
-                gather = functools.partial(gather_blocks, platform=platform)
-                jobs["gather", group] = lowering(gather, (pool, blocks, i32()), POOL)
-                scatter = functools.partial(scatter_blocks, platform=platform)
-                jobs["scatter", group] = lowering(scatter, (pool, blocks, staging, i32()), POOL, donated=(0,))
+        jobs |= self.blocks.jobs(pools)
         return jobs
 
     def _lowering_of_zeros(self, shapes: DeviceState) -> Callable[[], jax.stages.Lowered]:
@@ -398,13 +291,6 @@ class ProgramSet:
         if self.placement.num_shards == 1:
             return jax.jit(zeros).lower
         return jax.jit(zeros, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, shapes)).lower
-
-    def _staging(self) -> list[jax.ShapeDtypeStruct]:
-        """[NUM_SWAPPED, L, K, planes, P, lanes] of each layer group."""
-        return [
-            self.placement.shape((NUM_SWAPPED, num_layers, *block), layout.storage_dtype, POOL)
-            for (num_layers, _, *block), layout in zip(self._pool_shapes, self._layouts)
-        ]
 
     def _head_program(self, num_rows: int) -> Callable:
         padding = bucket_for(self.plan.sampler_rows, num_rows) - num_rows
@@ -423,7 +309,7 @@ class ProgramSet:
         def sample_rows(logits_RV, shaped_RV, slot_tokens, packed):
             slots, inputs = sampling_rows.unpack(packed, self.num_slots)
             out = sample(logits_RV, inputs, shape.variant, self._num_real_tokens, shaped_RV)
-            columns = _pack_columns(out.token_ids, out.logprob, out.is_sound, out.scores)
+            columns = pack_columns(out.token_ids, out.logprob, out.is_sound, out.scores)
             return slot_tokens.at[slots].set(out.token_ids), columns
 
         return sample_rows
@@ -439,45 +325,12 @@ class ProgramSet:
     def _score_program(self, params, rows_CD, targets):
         logits_CV = self._logits(params, rows_CD, SCORED_ROWS)
         scores = score_positions(logits_CV, targets, self._num_real_tokens)
-        return _pack_columns(targets, scores.logprob, jnp.isfinite(logits_CV[:, 0]), scores)
+        return pack_columns(targets, scores.logprob, jnp.isfinite(logits_CV[:, 0]), scores)
 
 
 def _beam_rows(num_rows: int) -> tuple[int, ...]:
     """Row buckets of the program that ranks the candidates of beams, out of num_rows rows of logits."""
     return tuple(sorted({min(8, num_rows), num_rows}))
-
-
-def independent_copies(pairs: list[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """(source, destination) pairs in runs of at most NUM_COPIES that may be done in any order: no destination is a source.
-
-    >>> list(independent_copies([(1, 5), (2, 1), (2, 6)]))  # block 1 was read, freed and handed out again
-    [[(1, 5)], [(2, 1), (2, 6)]]
-    """
-    run: list[tuple[int, int]] = []
-    ids: set[int] = set()
-    for source, destination in pairs:
-        if len(run) == NUM_COPIES or destination in ids:
-            yield run
-            run, ids = [], set()
-        run.append((source, destination))
-        ids.update((source, destination))
-    if run:
-        yield run
-
-
-def _runs_of(pairs: list[tuple[int, int]], size: int) -> list[list[tuple[int, int]]]:
-    return [pairs[at : at + size] for at in range(0, len(pairs), size)]
-
-
-def _padded(blocks: list[int]) -> np.ndarray:
-    """i32[NUM_SWAPPED]; the dead block where there is none."""
-    padded = np.zeros(NUM_SWAPPED, np.int32)
-    padded[: len(blocks)] = blocks
-    return padded
-
-
-def _copy_pairs(pool, pairs, count, *, platform: str):
-    return copy_blocks(pool, pairs[0], pairs[1], count, platform=platform)
 
 
 def _select_rows(hidden_TD, rows):
@@ -486,19 +339,6 @@ def _select_rows(hidden_TD, rows):
 
 def _add_rows(sums_ND, rows_CD, places):
     return sums_ND.at[places].add(rows_CD.astype(jnp.float32), mode="drop")  # no row's NaN reaches another's sum
-
-
-def _pack_columns(
-    token_ids: jax.Array, logprobs: jax.Array, is_sound: jax.Array, scores: TokenScores | None
-) -> jax.Array:
-    """One row a token, read by SampledColumns; lists that a variant lacks are left out."""
-    bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int32)
-    ranks = jnp.zeros_like(token_ids) if scores is None else scores.rank
-    columns = [token_ids[:, None], bits(logprobs)[:, None], ranks[:, None], is_sound.astype(jnp.int32)[:, None]]
-    if scores is not None:
-        missing = ((0, 0), (0, MAX_LOGPROBS - scores.top_ids.shape[1]))  # a vocabulary of fewer tokens
-        columns += [jnp.pad(scores.top_ids, missing), jnp.pad(bits(scores.top_logprobs), missing)]
-    return jnp.concatenate(columns, axis=1)
 
 
 def _spread(sharding: jax.sharding.Sharding | None) -> str:
