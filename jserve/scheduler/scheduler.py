@@ -9,7 +9,6 @@ later, or moved to host memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,8 +16,8 @@ from jserve.clock import stamp
 from jserve.kv import BlockManager
 from jserve.request import FinishReason
 from jserve.sampling.beam_search import Move
-from jserve.scheduler.buckets import bucket_for, num_tokens_to_run
 from jserve.scheduler.fork_group import ForkGroup, search_of
+from jserve.scheduler.limits import SchedulerLimits
 from jserve.scheduler.plan import StepPlan
 from jserve.scheduler.policies import PolicySettings, make_policy
 from jserve.scheduler.preemption import PreemptionSettings
@@ -26,6 +25,7 @@ from jserve.scheduler.seating import STEP_TOKENS, Seating
 from jserve.scheduler.sequence import Sequence, SequenceState
 from jserve.scheduler.shared_prefix import SharedPrefixes
 from jserve.scheduler.slots import Slots
+from jserve.scheduler.step_rows import fill_bucket, make_plan
 from jserve.scheduler.step_time import StepTimeModel
 from jserve.scheduler.tier_waits import TierWaits
 from jserve.scheduler.waiting import WaitingQueue
@@ -33,26 +33,6 @@ from jserve.scheduler.waiting import WaitingQueue
 
 _LAG = 1
 """Tokens by which giving back lags behind a window, so that siblings can fork who has just computed their prompt."""
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """What bounds a step."""
-
-    max_num_batched_tokens: int
-    """Token budget of one step."""
-    max_num_seqs: int
-    """Slots; more sequences than the token budget never run at once, so that every decode fits in every step."""
-    token_buckets: tuple[int, ...]
-    """Compiled sizes of mixed steps in tokens, ascending; the last one is max_num_batched_tokens."""
-    sequence_buckets: tuple[int, ...]
-    """Compiled sizes of steps in which every row has one token, ascending; the last one is num_slots."""
-    step_cost_tokens: int = 32
-    """What a step costs beyond its tokens, in tokens; decides between padding and splitting."""
-
-    @property
-    def num_slots(self) -> int:
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 class Scheduler:
@@ -252,7 +232,7 @@ class Scheduler:
                 if grant := self._grant(slot, budget, may_preempt=False):
                     chunks.append((slot, grant))
                     budget -= grant
-        return self._make_plan(decodes, self._fill_bucket(len(decodes), chunks))
+        return self._make_plan(decodes, fill_bucket(self.limits, len(decodes), chunks))
 
     def _make_room_for_urgent(self) -> None:
         """Preempts running sequences of a lower class where the head of the queue can enter in no other way."""
@@ -391,75 +371,18 @@ class Scheduler:
                 self._waiting.take(one)
         return party
 
-    def _fill_bucket(self, num_decodes: int, chunks: list[tuple[int, int]]) -> list[tuple[int, int]]:
-        """Shortens the last chunks where the step would otherwise be padded more than a second one costs."""
-        wanted = num_decodes + sum(grant for _, grant in chunks)
-        if not chunks or wanted == num_decodes + len(chunks):
-            return chunks
-        surplus = wanted - num_tokens_to_run(
-            self.limits.token_buckets, wanted, num_decodes + 1, self.limits.step_cost_tokens
-        )
-        while surplus > 0:
-            slot, grant = chunks.pop()
-            if grant > surplus:
-                chunks.append((slot, grant - surplus))
-            surplus -= grant
-        return chunks
-
     def _make_plan(self, decodes: np.ndarray, chunks: list[tuple[int, int]]) -> StepPlan | None:
-        chunks.sort(key=lambda chunk: chunk[1] > 1)  # stable: rows of one token join the decodes
-        num_single = sum(grant == 1 for _, grant in chunks)
-        chunk_slots = np.array([slot for slot, _ in chunks], np.int32)
-        slots = np.concatenate([decodes, chunk_slots])
-        if len(slots) == 0:
+        if len(decodes) == 0 and not chunks:
             return None
-        granted = np.ones(len(slots), np.int32)
-        granted[len(decodes):] = [grant for _, grant in chunks]
-        first = self._slots.num_computed[slots]
-        end = first + granted
-        reaches_end = end == self._slots.num_tokens[slots]
-        samples = reaches_end & ~self._slots.prompt_only[slots]
-        feeds = reaches_end & self._slots.fed[slots] & (granted == 1)
-        output_index = np.where(samples, self._slots.num_tokens[slots] - self._slots.num_prompt[slots], 0)
-        self._slots.num_computed[slots] = end
-        beams = self._slots.is_beam[slots]
-        sampled = slots[samples & ~beams]
-        self._slots.num_tokens[sampled] += 1
-        self._slots.fed[sampled] = True
-        num_decodes = len(decodes) + num_single
-        num_tokens = int(granted.sum())
-        limits = self.limits
-        if num_decodes == len(slots):
-            bucket = bucket_for(limits.sequence_buckets, num_tokens)
-        else:
-            bucket = bucket_for(limits.token_buckets, num_tokens)
         self._step_id += 1
         admitted = [one for one in dict.fromkeys(self._admitted) if one.slot is not None]
         self._admitted.clear()
         saves, copies, loads = self.blocks.take_saves(), self.blocks.take_copies(), self.blocks.take_loads()
         self.num_saved_blocks += len(saves)
         self.num_loaded_blocks += len(loads)
-        return StepPlan(
-            step_id=self._step_id,
-            sequences=[self._slots.owner[slot] for slot in slots],
-            slots=slots,
-            epochs=self._slots.epoch[slots],
-            num_scheduled=granted,
-            first_positions=first,
-            samples=samples,
-            sampling_rows=np.flatnonzero(samples),
-            beams=np.flatnonzero(beams[samples]),
-            feeds=feeds,
-            output_index=output_index,
-            num_decodes=num_decodes,
-            num_tokens=num_tokens,
-            bucket=bucket,
-            admitted=admitted,
-            has_prompt_only=bool(self._slots.prompt_only[slots].any()),
-            saves=saves,
-            copies=copies,
-            loads=loads,
-            poisoned=self.blocks.take_newly_unused() if self.poisons_freed else [],
+        return make_plan(
+            self._slots, self.limits, decodes, chunks, step_id=self._step_id, admitted=admitted, saves=saves,
+            copies=copies, loads=loads, poisoned=self.blocks.take_newly_unused() if self.poisons_freed else [],
         )
 
     # -- slots and queue
