@@ -80,7 +80,7 @@ def test_the_victim_has_the_lowest_priority_and_arrived_last():
         check(one, 9)
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(4)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
 def test_for_an_urgent_newcomer_the_least_urgent_one_yields_in_whatever_order_they_came(order):
     engine = HostEngine(num_blocks=14, budget=32, prefix_cache=False, policy=PolicySettings("priority"))
     running = {priority: sequence(f"{priority}", prompt(7, priority), 6, priority=priority) for priority in order}
