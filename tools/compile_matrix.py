@@ -31,7 +31,6 @@ STEPS = [
     *((target, "llama3-8b") for target in ("tpu7x", "h100", "h200", "b200", "a100", "v6e", "v5e", "l4")),
     *((target, "llama3-8b", "--tp", "8") for target in ("v5e-8", "v6e-8")),
     ("v5e-8", "llama3-70b", "--tp", "8"),
-    ("v6e-8", "llama3-70b", "--tp", "8"),
     ("v6e-8", "llama3-70b", "--tp", "8", "--quantize", "int8"),
     ("tpu7x-8", "llama3-70b", "--tp", "8"),
     ("h100", "llama3-70b"),
@@ -60,16 +59,17 @@ def main() -> int:
         return compile_cases(arguments.targets[0], arguments.child)
     if arguments.out is None:
         parser.error("--out FILE: where the JSON lines go")
-    chosen = arguments.targets or [*targets.SINGLE_DEVICE_TARGETS, *targets.GPU_TARGETS]
+    every = [step[0] for step in STEPS] if arguments.steps else [*targets.SINGLE_DEVICE_TARGETS, *targets.GPU_TARGETS]
+    chosen = arguments.targets or every
     here = [target for target in chosen if is_here(target)]
     if left_out := sorted(set(chosen) - set(here)):
         print(f"no compiler here for {', '.join(left_out)}", file=sys.stderr)
     done = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
     with arguments.out.open("a") as out:
-        for report in step_reports(here, arguments.targets, done) if arguments.steps else case_reports(here, arguments.only, done):
+        for report in step_reports(here, arguments.only, done) if arguments.steps else case_reports(here, arguments.only, done):
             out.write(json.dumps(report) + "\n")
             out.flush()
-            print(f"{report['target']:8} {report['case']}: {report.get('problem') or 'compiled'}", file=sys.stderr)
+            print(f"{report['target']:8} {report['case']}: {report.get('problem') or report.get('refused') or 'compiled'}", file=sys.stderr)
     return 0
 
 
@@ -176,11 +176,12 @@ def problem_of(facts: dict, target: str, implementation: str) -> str | None:
     return "; ".join(name for name, holds in problems.items() if holds) or None
 
 
-def step_reports(here: list[str], asked: list[str], done: list[dict]) -> Iterator[dict]:
+def step_reports(chosen: list[str], words: list[str], done: list[dict]) -> Iterator[dict]:
     known = {(report["target"], report["case"]) for report in done}
     for step in STEPS:
         target, case = step[0], " ".join(step[1:])
-        if (target, case) in known or not is_here(target) or (asked and target not in asked):
+        is_asked = target in chosen and any(re.search(word, case) for word in words)
+        if (target, case) in known or not is_asked:
             continue
         command, began = [sys.executable, str(ROOT / "tools" / "step_report.py"), *step], time.monotonic()
         facts = {"case": case, "target": target}
