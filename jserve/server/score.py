@@ -13,7 +13,7 @@ from jserve.proto_gen import inference_pb2 as pb
 from jserve.request import Code, GenerateRequest, GenerateUpdate, RequestError, SamplingParams, invalid
 from jserve.server.several import in_order, whole_result
 from jserve.server.state import ServerState
-from jserve.tokenizer import Tokenizer
+from jserve.tokenizer import PromptTooLong, Tokenizer
 
 NUM_AT_ONCE = 16
 MAX_CONTINUATIONS = 1024
@@ -26,7 +26,8 @@ async def score(
     engine = state.engine_for_requests()
     _check(message)
     request_id = message.request_id if message.HasField("request_id") else f"score-{uuid.uuid4().hex}"
-    pieces = await asyncio.to_thread(_token_ids, engine.info.tokenizer, message)
+    context = engine.info.context_length
+    pieces = await asyncio.to_thread(_token_ids, engine.info.tokenizer, message, context)
     room = asyncio.Semaphore(NUM_AT_ONCE)
 
     async def one(index: int, token_ids: list[int]) -> GenerateUpdate:
@@ -37,7 +38,10 @@ async def score(
             lora_name=message.lora_name if message.HasField("lora_name") else None,
             deadline=deadline,
         )
-        return await whole_result(state, request, caller, room)
+        try:
+            return await whole_result(state, request, caller, room)
+        except RequestError as error:
+            raise _in_our_names(error, message, index) from None
 
     results = await in_order([one(index, token_ids) for index, (_, token_ids) in enumerate(pieces)])
     scores = [_score(start, token_ids, result) for (start, token_ids), result in zip(pieces, results)]
@@ -55,29 +59,51 @@ def _check(message: pb.ScoreRequest) -> None:
         raise invalid("continuations", f"{len(message.continuations)} entries", f"must be 1 to {MAX_CONTINUATIONS}")
 
 
-def _token_ids(tokenizer: Tokenizer, message: pb.ScoreRequest) -> list[tuple[int, list[int]]]:
+def _token_ids(tokenizer: Tokenizer, message: pb.ScoreRequest, context: int) -> list[tuple[int, list[int]]]:
     """For each continuation (place of its first token, ids of prompt and continuation).
 
     A text prompt and its continuation are tokenized together, as a harness does; what is scored begins at the first token
     that the prompt alone does not have.
     """
+
+    def encode(path: str, text: str, **how: bool) -> list[int]:
+        try:
+            return tokenizer.encode(text, max_tokens=context, **how)
+        except PromptTooLong as error:
+            raise _too_long(path, f"at least {error.at_least}", context) from None
+
     pieces = []
+    has_text = message.HasField("prompt")
+    alone = encode("prompt", message.prompt, add_special=True) if has_text else list(message.prompt_token_ids)
     for index, continuation in enumerate(message.continuations):
         path = f"continuations[{index}]"
-        if message.HasField("prompt"):
-            alone = tokenizer.encode(message.prompt, add_special=True)
-            whole = tokenizer.encode(message.prompt + continuation, add_special=True)
+        if has_text:
+            whole = encode(path, message.prompt + continuation, add_special=True)
             start = next((i for i, (a, b) in enumerate(zip(alone, whole)) if a != b), min(len(alone), len(whole)))
         else:
-            alone = list(message.prompt_token_ids)
-            whole = alone + tokenizer.encode(continuation, add_special=False, parse_special=False)
+            whole = alone + encode(path, continuation, add_special=False, parse_special=False)
             start = len(alone)
+        if len(whole) > context:
+            raise _too_long(path if len(alone) < context else "prompt", str(len(whole)), context)
         if start == len(whole):
             raise invalid(path, continuation, "must have a token of its own")
         if start == 0:
             raise invalid("prompt", message.prompt, f"no token of it stands before {path}, whose first one would have no score")
         pieces.append((start, whole))
     return pieces
+
+
+def _too_long(path: str, num_tokens: str, context: int) -> RequestError:
+    with_prompt = " with the prompt" if path != "prompt" else ""
+    return invalid(path, f"{num_tokens} tokens", f"exceeds the context of {context} tokens{with_prompt}")
+
+
+def _in_our_names(error: RequestError, message: pb.ScoreRequest, index: int) -> RequestError:
+    """Speaks of what the client sent where the engine speaks of ids that were made of it."""
+    if message.HasField("prompt") and (error.field or "").startswith("prompt_token_ids"):
+        path = f"continuations[{index}]"
+        return RequestError(error.code, error.message.replace("prompt_token_ids", path, 1), field=path)
+    return error
 
 
 def _score(start: int, token_ids: list[int], result: GenerateUpdate) -> pb.ContinuationScore:

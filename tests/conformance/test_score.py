@@ -30,8 +30,12 @@ def test_scores_are_those_of_generation(score, ask, client):
 
 @pytest.mark.parametrize("asked, field", [
     (dict(prompt=PROMPT), "continuations"), (dict(continuations=["x"]), "prompt"),
-    (dict(prompt=PROMPT, continuations=["x", ""]), "continuations[1]"), (dict(prompt="", continuations=["x"]), "prompt"),
-], ids=range(4))
+    (dict(prompt=PROMPT, continuations=["x", ""]), "continuations[1]"),
+    (dict(prompt="", continuations=["x"]), "prompt"),
+    (dict(prompt=PROMPT, continuations=["x", "y " * 9000]), "continuations[1] = '9006 tokens': exceeds"),
+    (dict(prompt="y " * 10**6, continuations=["x"] * 1000), "prompt = 'at least"),
+    (dict(prompt_token_ids=[49152], continuations=["x"]), "prompt_token_ids[0] = 49152"),
+], ids=range(7))
 def test_what_cannot_be_scored_is_refused_by_name(score, asked, field):
     with pytest.raises(grpc.RpcError) as caught:
         score(pb.ScoreRequest(**asked))
