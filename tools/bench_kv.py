@@ -1,4 +1,5 @@
-"""Host time of the block manager: one decode step at many pool sizes, and the prefix indexes against each other.
+"""Host time of KV memory: a decode step (of the block manager, and of the whole scheduler) at many pool sizes, and the
+prefix indexes against each other.
 
     python tools/bench_kv.py [--json] [--quick]
 
@@ -14,7 +15,14 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from jserve.engine.outputs import apply
 from jserve.kv import BlockManager, GroupSpec
+from jserve.request import SamplingParams
+from jserve.runner.fake_runner import FakeRunner
+from jserve.sampling.limits import ModelLimits
+from jserve.sampling.validate import resolve
+from jserve.scheduler import Scheduler, SchedulerLimits, Sequence
+from jserve.scheduler.buckets import default_sequence_buckets, default_token_buckets
 
 BLOCK_SIZE = 16
 NUM_SLOTS = 256
@@ -25,9 +33,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     parser.add_argument("--quick", action="store_true", help="fewer steps and requests")
     options = parser.parse_args()
-    scale = 1 if options.quick else 5
+    scale, sizes = 1 if options.quick else 5, [10**power for power in (3, 4, 5, 6)]
     report = {
-        "step_microseconds": {f"{size:.0e}": step_times(int(size), 200 * scale) for size in (1e3, 1e4, 1e5, 1e6)},
+        "step_microseconds": {f"{size:.0e}": step_times(size, 200 * scale) for size in sizes},
+        "schedule_microseconds": {f"{size:.0e}": schedule_time(size, 100 * scale) for size in sizes},
         "step_microseconds_per_slots": {slots: step_times(10_000, 200 * scale, slots) for slots in (64, 128, 256)},
         "waiting_head_microseconds": {index: waiting_head_time(index) for index in ("hash", "radix")},
         "tiers": compare_tiers(80 * scale),
@@ -80,6 +89,43 @@ def step_time(
         num_computed += 1
     assert kv.check_integrity() == []
     return 1e6 * float(np.quantile(times, 0.25))
+
+
+def schedule_time(num_blocks: int, num_steps: int) -> float:
+    """CPU microseconds of schedule() and apply() for a step of all slots in a pool where every free block is a cached
+    one: sequences decode, end, and others enter. The median."""
+    kv = make_manager(num_blocks, "radix", NUM_SLOTS)
+    fill_with_cached(kv, num_blocks)
+    budget = 2 * NUM_SLOTS
+    limits = SchedulerLimits(budget, NUM_SLOTS, default_token_buckets(budget), default_sequence_buckets(NUM_SLOTS))
+    scheduler, runner = Scheduler(limits, kv), FakeRunner(NUM_SLOTS)
+    model = ModelLimits(context_length=4096, vocab_size=1000)
+    greedy = [resolve(SamplingParams(temperature=0.0, max_tokens=count), model, 8) for count in range(8, 25)]
+    random, added = np.random.default_rng(0), 0
+
+    def add() -> None:
+        nonlocal added
+        tokens = random.integers(0, 50_000, 8).astype(np.int32)
+        scheduler.add(Sequence(str(added), tokens, greedy[added % len(greedy)]))
+        added += 1
+
+    for _ in range(NUM_SLOTS + 20):
+        add()
+    times = []
+    for step in range(num_steps + 30):
+        started = time.thread_time()
+        plan = scheduler.schedule()
+        planned = time.thread_time()
+        runner.launch(plan)
+        output = runner.collect()
+        collected = time.thread_time()
+        result = apply(scheduler, plan, output)
+        if step >= 30:
+            times.append(planned - started + time.thread_time() - collected)
+        for _ in result.ended:
+            add()
+    assert kv.check_integrity() == []
+    return 1e6 * float(np.median(times))
 
 
 def waiting_head_time(index: str) -> float:
@@ -224,6 +270,8 @@ def as_text(report: dict) -> str:
             f"{figures['aligned']:6.0f} us where all slots fill a block in the same step; "
             f"{figures['host_tier']:6.0f} us with a host tier"
         )
+    lines.append(f"schedule + apply of a step of {NUM_SLOTS} sequences that decode, end and enter")
+    lines += [f"  {size} blocks: {figure:6.0f} us" for size, figure in report["schedule_microseconds"].items()]
     for slots, figures in report["step_microseconds_per_slots"].items():
         lines.append(f"  {slots} slots: {figures['spread']:6.0f} us, {figures['spread'] / slots:.2f} us a slot")
     for index, figure in report["waiting_head_microseconds"].items():
