@@ -2,12 +2,9 @@ import json
 import math
 
 import pytest
-from google.protobuf import json_format
 
 from jserve.cli.request_json import json_fields, request_from_fields, request_id_of
 from jserve.request import Code, Message, RequestError
-from jserve.server.convert import sampling_params_to_proto
-from tests.server.test_proto_convert import EVERY_FIELD
 
 
 def request(line: str):
@@ -31,11 +28,6 @@ def test_snake_case_and_camel_case_are_the_same_request():
 def test_unset_and_zero_differ():
     assert request('{"prompt": "a"}').sampling_params.temperature is None
     assert request('{"prompt": "a", "sampling_params": {"temperature": 0}}').sampling_params.temperature == 0.0
-
-
-def test_every_field_of_a_line_reaches_the_request():
-    line = json_format.MessageToJson(sampling_params_to_proto(EVERY_FIELD), preserving_proto_field_name=True)
-    assert request(f'{{"prompt": "a", "sampling_params": {line}}}').sampling_params == EVERY_FIELD
 
 
 def test_messages_and_maps():

@@ -1,11 +1,7 @@
 """/v1/completions through the official client, over a scripted engine."""
 
-import dataclasses
-
 import pytest
 
-from jserve.request import SamplingParams
-from tests.server.test_proto_convert import EVERY_FIELD
 from tests.support.fake_engine import FakeEngine, whole_text
 from tests.support.http_server import events, http_serving, post
 
@@ -36,28 +32,6 @@ async def test_a_completion_is_what_the_engine_says():
     assert (params.top_k, params.min_p, params.stop_token_ids) == (4, 0.1, [9])
     assert params.early_stopping.name == "NEVER"
     assert request.request_id == answer.id and request.tenant is None
-
-
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-async def test_every_sampling_field_reaches_the_engine_by_its_own_name(path):
-    """Each alone: what an endpoint spells otherwise (logprobs of a chat) keeps OpenAI's spelling."""
-    prompt = {"prompt": "p"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "p"}]}
-    engine = FakeEngine(num_tokens=1)
-    async with http_serving(engine) as (server, _):
-        for field in dataclasses.fields(SamplingParams):
-            value = getattr(EVERY_FIELD, field.name)
-            wanted = value
-            if field.name == "max_tokens":
-                value = wanted = 3
-            elif field.name == "early_stopping":
-                value = value.value
-            elif field.name == "logit_bias":
-                value, wanted = {"5": 1.5}, {5: 1.5}
-            body = {**prompt, field.name: value}
-            if field.name == "logprobs" and "messages" in prompt:
-                body |= {"logprobs": True, "top_logprobs": value}
-            assert (await post(server, path, body)).status == 200, field.name
-            assert getattr(engine.requests[-1].sampling_params, field.name) == wanted, field.name
 
 
 async def test_unset_and_null_are_the_same_and_max_tokens_is_16():
