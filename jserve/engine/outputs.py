@@ -166,8 +166,9 @@ def fail(scheduler: Scheduler, sequences: list[Sequence], error: RequestError) -
     """Ends sequences whose step broke, so that only they suffer."""
     result = StepResult(stamp())
     for sequence in sequences:
-        if not sequence.finished:
-            scheduler.finish(sequence, FinishReason.ABORTED)
-            result.failed.append((sequence, error))
+        for one in [sequence] if search_of(sequence) is None else sequence.group.members:  # beams end together
+            if not one.finished:
+                scheduler.finish(one, FinishReason.ABORTED)
+                result.failed.append((one, error))
     return result
 

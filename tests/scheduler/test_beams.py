@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jserve.request import EarlyStopping, FinishReason
+from jserve.engine.outputs import fail
+from jserve.request import Code, EarlyStopping, FinishReason, RequestError
 from jserve.runner.fake_runner import next_candidates, next_token
 from jserve.sampling.beam_search import BeamSearch, Candidates
 from jserve.scheduler import PreemptionSettings, SequenceState
@@ -80,6 +81,21 @@ def test_beams_alone_in_too_small_a_pool_end_as_they_are():
     assert len(best) == 3 and {reason for _, _, reason, _ in best} == {FinishReason.LENGTH}
     assert {len(tokens) for tokens, _, _, _ in best} != {60}
     assert engine.outgrown == [members[0]] and engine.blocks.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_where_one_beam_fails_its_search_ends(num_steps):
+    """Waiting or running: a step that breaks names sequences, and a search does not go on with fewer beams."""
+    engine = HostEngine(checks_kv=True)
+    members, other = beams("a", prompt(8), 9, 3), sequence("b", prompt(7, 3), 5)
+    engine.add_group(members)
+    engine.add(other)
+    for _ in range(num_steps):
+        engine.step()
+    result = fail(engine.scheduler, [members[0]], RequestError(Code.INTERNAL, "broken"))
+    assert [one for one, _ in result.failed] == members and all(one.finished for one in members)
+    engine.run()
+    assert output(other) == expected_output(prompt(7, 3), 5) and engine.blocks.num_used_blocks == 0
 
 
 SEARCH = st.tuples(
