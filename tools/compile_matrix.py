@@ -1,4 +1,4 @@
-"""Every kernel case on every target, and whole steps, through the real compilers with no device there: JSON lines and tables.
+"""Every kernel case on every target, and whole steps, through the real compilers with no device: JSON lines and tables.
 
     python tools/compile_matrix.py v5e h100 --out matrix.jsonl        the cases on two targets
     python tools/compile_matrix.py --out matrix.jsonl                 on all of them: an hour of two cores
@@ -53,7 +53,8 @@ def main() -> int:
     from pallas_kernels import targets
 
     if arguments.tables:
-        print("\n".join(tables([json.loads(line) for path in arguments.tables for line in path.read_text().splitlines()])))
+        lines = (line for path in arguments.tables for line in path.read_text().splitlines())
+        print("\n".join(tables([json.loads(line) for line in lines])))
         return 0
     if arguments.child:
         return compile_cases(arguments.targets[0], arguments.child)
@@ -66,10 +67,12 @@ def main() -> int:
         print(f"no compiler here for {', '.join(left_out)}", file=sys.stderr)
     done = [json.loads(line) for line in arguments.out.read_text().splitlines()] if arguments.out.exists() else []
     with arguments.out.open("a") as out:
-        for report in step_reports(here, arguments.only, done) if arguments.steps else case_reports(here, arguments.only, done):
+        make_reports = step_reports if arguments.steps else case_reports
+        for report in make_reports(here, arguments.only, done):
             out.write(json.dumps(report) + "\n")
             out.flush()
-            print(f"{report['target']:8} {report['case']}: {report.get('problem') or report.get('refused') or 'compiled'}", file=sys.stderr)
+            outcome = report.get("problem") or report.get("refused") or "compiled"
+            print(f"{report['target']:8} {report['case']}: {outcome}", file=sys.stderr)
     return 0
 
 
@@ -89,7 +92,8 @@ def case_names() -> dict[str, tuple]:
     decode = next(case for case in CASES if case.name == "llama3-8b/decode_256")
     found = {case.name: (case, "bfloat16") for case in CASES}
     found |= {f"{case.name} {dtype}": (case, dtype) for dtype in TYPES for case in (mixed, decode)}
-    found |= {f"{mixed.name} block {size}": (replace(mixed, block_size=size), "bfloat16") for size in (16, 32, 128, 256)}
+    of_size = {size: replace(mixed, block_size=size) for size in (16, 32, 128, 256)}
+    found |= {f"{mixed.name} block {size}": (case, "bfloat16") for size, case in of_size.items()}
     return found
 
 

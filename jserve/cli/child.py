@@ -1,4 +1,4 @@
-"""A call in a process of its own, so that what a foreign library does to that process is an error here and not our end."""
+"""A call in a process of its own, so that what a foreign library does to that process is an error here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The TPU kernels on twins of real models' steps (`cases.CASES`), interpreted, against the float32 reference.
 
-All memory that no sequence owns is NaN, padding tokens too.  One twin by `make test`, others by `make soak`: 15 s of a core each.
+All memory that no sequence owns is NaN, padding tokens too.  One twin by `make test`,
+others by `make soak`: 15 s of a core each.
 Error bound: 2e-6 in float32 (the order of sums differs).
 """
 
@@ -20,8 +21,9 @@ from tests.support.tpu_interpreter import EAGER, LAYER, LATE, NUM_LAYERS, SMALL_
 
 QUICK = ("smollm2-135m/one_token",)
 OTHERS = (
-    "smollm2-135m/decode_edges_and_padding", "smollm2-135m/mixed_padded", "falcon-7b/mixed",
-    "llama3-70b-tp8/mixed", "gpt-oss-20b-local/mixed",
+    "smollm2-135m/decode_edges_and_padding", "smollm2-135m/mixed_padded", "falcon-7b/mixed", "stablelm-3b/mixed",
+    "phi3-mini/mixed", "gemma3-12b-local/decode", "gemma3-12b-local/mixed", "llama3-70b-tp8/mixed",
+    "gpt-oss-20b-local/decode", "gpt-oss-20b-local/mixed",
 )  # fmt: skip
 MODES = {"late": LATE, "eager": EAGER}
 BOUND = 2e-6
@@ -29,7 +31,8 @@ BOUND = 2e-6
 
 def twins() -> list:
     cases = [case for case in CASES if case.name in QUICK + OTHERS]
-    return [pytest.param(twin(case), id=case.name, marks=[] if case.name in QUICK else pytest.mark.soak) for case in cases]
+    marks = lambda case: [] if case.name in QUICK else pytest.mark.soak
+    return [pytest.param(twin(case), id=case.name, marks=marks(case)) for case in cases]
 
 
 @pytest.mark.parametrize("case", twins())

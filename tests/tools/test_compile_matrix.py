@@ -39,7 +39,8 @@ def test_tables():
         {"case": "m --tp 8", "target": "v5e-8", "programs": [], "seconds": 3, "refused": "m on v5e-8: too large"},
     ]
     assert list(compile_matrix.tables(reports)) == [
-        "| case | v5e | l4 |", "|---|---|---|", f"| {c0} | kernel | xla |", f"| {c1} | spills of 16 bytes | not compiled |", "",
+        "| case | v5e | l4 |", "|---|---|---|",
+        f"| {c0} | kernel | xla |", f"| {c1} | spills of 16 bytes | not compiled |", "",
         "| model | target | program | attention | arguments | aliased (pool) | temporaries | exchanged | copies |",
         "|---|---|---|---|---|---|---|---|---|",
         "| m --tp 8 | v5e-8 | refused before the compiler: too large | | | | | | |",
