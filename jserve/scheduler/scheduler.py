@@ -154,16 +154,19 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Plans the next step, or None when nothing can run now (then only results in flight can change that)."""
         self._seating.release_returned()
-        self._unpark(self.prefixes.take_ready())
         if self.tiers is not None:
             self._unpark([one for one in self.tiers.start_step(self.num_running > 0) if one.group is None])
+        may_retry = True
         while True:
-            num_admitted = len(self._admitted)
+            num_admitted, num_outgrown = len(self._admitted), len(self._outgrown)
+            self._unpark(self.prefixes.take_ready())
             plan = self._fill_step()
-            if plan is not None or len(self._admitted) == num_admitted:
+            has_ended = len(self._outgrown) > num_outgrown
+            if plan is not None or not (has_ended or (may_retry and len(self._admitted) > num_admitted)):
                 return plan
             # Whoever entered found no block for its next token, where windows give blocks only step by step.  Now that
-            # it runs, somebody yields to it, or it ends because the pool is its limit.
+            # it runs, somebody yields to it, or it ends because the pool is its limit; who waited for it goes on then.
+            may_retry = has_ended  # once is enough where results in flight may still give blocks back
 
     def take_outgrown(self) -> list[Sequence]:
         """Sequences that `schedule()` ended because they outgrew the pool while alone in it."""

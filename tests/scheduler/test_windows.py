@@ -167,3 +167,14 @@ def test_who_enters_and_finds_no_block_for_the_next_token_yields_or_ends(length,
         preempts(engine.scheduler)
     assert members[0] in engine.outgrown and output(other) == expected_output(prompt(3, 1), 3)
     assert {reason for _, _, reason, _ in found(members[0].search)} <= {FinishReason.LENGTH, FinishReason.STOP}
+
+
+def test_who_waits_for_the_prefix_of_one_that_outgrows_the_pool_goes_on():
+    """The one that computed it ends in the very turn in which nobody else runs."""
+    engine = HostEngine(num_blocks=6, windows=(9,), max_tokens=80, budget=14, max_num_seqs=6, checks_kv=True)
+    first, work = beams("beams", prompt(44), 12, 3), [sequence(str(at), prompt(40) + [at], 4) for at in range(3)]
+    engine.add_group(first)
+    engine.add(*work)
+    engine.run()
+    for at, one in enumerate(work):
+        assert output(one) == expected_output(prompt(40) + [at], 4)
