@@ -230,7 +230,8 @@ def cell(report: dict | None) -> str:
     if report is None:
         return "not compiled"
     if report.get("problem"):
-        return report["problem"]
+        vmem = re.search(r"Used \S+ of \S+ vmem", report["problem"])
+        return f"**refused by the compiler: {vmem[0]}**" if vmem else report["problem"]
     return "kernel" if report["implementation"].startswith("mosaic") else report["implementation"]
 
 
