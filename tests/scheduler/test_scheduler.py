@@ -247,6 +247,22 @@ def launch_then_maybe_abort(engine: HostEngine, random: np.random.Generator, tol
         engine.runner.launch = launch
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_64_cancelled_at_once_leave_room_for_8(overlap):
+    engine = HostEngine(num_blocks=200, budget=64, max_num_seqs=32, overlap=overlap, checks_kv=True)
+    many = [sequence(str(at), prompt(5 + at % 9, at), 30) for at in range(64)]
+    engine.add(*many)
+    while sum(one.num_output > 2 for one in many) < 20:
+        engine.step()
+    for one in many:
+        engine.abort(one)
+    assert engine.scheduler.num_running == engine.scheduler.num_waiting == engine.blocks.num_used_blocks == 0
+    engine.run(eight := [sequence(f"late {at}", prompt(7, at), 6) for at in range(8)])
+    for one in eight:
+        check(one, 6)
+    assert all(one.finish_reason is FinishReason.ABORTED for one in many)
+
+
 def test_200_prompts_of_5_families_through_6_blocks_read_their_own_tokens():
     """Freed blocks are poisoned, and every step reads back what it attends to."""
     random = np.random.default_rng(1)
