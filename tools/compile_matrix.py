@@ -1,7 +1,7 @@
 """Every kernel case on every target, and whole steps, through the real compilers with no device: JSON lines and tables.
 
     python tools/compile_matrix.py v5e h100 --out matrix.jsonl        the cases on two targets
-    python tools/compile_matrix.py --out matrix.jsonl                 on all of them: an hour of two cores
+    python tools/compile_matrix.py --out matrix.jsonl                 on all of them
     python tools/compile_matrix.py h100 --only gemma --out m.jsonl    cases with that in their name
     python tools/compile_matrix.py --steps --out steps.jsonl          whole steps (tools/step_report.py), refusals too
     python tools/compile_matrix.py --tables matrix.jsonl steps.jsonl  what docs/compile-matrix.md holds
