@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from tests.engine.test_parallel_sampling import PROMPT, engine_of
-from tests.support.engines import request, run
+from tests.support.engines import request, run, wait_idle
 from tests.support.tiny_models import random_gguf
 
 BLOCK = 8
@@ -67,6 +67,7 @@ def test_nothing_changes(engine, way):
         asked = request(PROMPT, 40, **{**SHAPED, **WAYS[way], **params})
         run(engine.flush_cache())
         clean = run(streamed(engine, asked))
+        wait_idle(engine)  # a stop string is found by another thread than the steps run in
         assert len(clean[0]) > BLOCK + 5 and (clean[0] == ids[: len(clean[0])])
         for num_output in (1, 5, BLOCK - len(PROMPT) % BLOCK, 7, BLOCK, BLOCK + 1):
             for times in (1, 2):
@@ -74,6 +75,7 @@ def test_nothing_changes(engine, way):
                 preemptions = engine.loads().num_preemptions
                 done = preempt_at(engine, num_output, times)
                 got = run(streamed(engine, asked))
+                wait_idle(engine)
                 engine._loop.on_step = check
                 assert engine.loads().num_preemptions - preemptions == len(done) == times
                 assert (got[0], got[1], got[3]) == (clean[0], clean[1], clean[3])
