@@ -154,7 +154,7 @@ async def test_every_decode_and_mixed_bucket_gives_the_same_tokens(engines):
             mine = GenerateRequest(**{**mine.__dict__, "bypass_prefix_cache": True})
             updates = await asyncio.gather(*(joined(client, one) for one in [mine, *others]))
             check(record, updates[0])
-        for length in (2, 17, 33, 65, 129, 257):  # chunks that fill each mixed bucket
+        for length in (2, 17, 33, 65, 129, 190, 257, 500):  # chunks that fill each mixed bucket
             await client.generate_unary(
                 GenerateRequest(
                     prompt_token_ids=list(range(1000, 1000 + length)), bypass_prefix_cache=True,

@@ -12,7 +12,7 @@ import pytest
 from jserve.engine.step_log import KvSettings
 from jserve.scheduler import PreemptionSettings
 from jserve.weights.load import load_model
-from tests.support.arrivals import PreemptsAtEveryStep, force_preemptions
+from tests.support.arrivals import force_preemptions
 from tests.support.engines import answers, request, run, running_engine, wait_idle
 from tests.support.tiny_models import full_logits, random_gguf
 
@@ -85,7 +85,8 @@ def test_everyone_gets_their_own_tokens(path, expected, monkeypatch, num_blocks,
     with engine_of(path, **kv) as engine:
         assert engine._scheduler.blocks.num_total_blocks == num_blocks - 1
         engine._scheduler.preemption = PreemptionSettings(kind)
-        preempt(engine, preempts)
+        if preempts is not None:
+            force_preemptions(engine, preempts)
         queue = list(range(len(work)))
 
         async def client() -> None:
@@ -114,16 +115,3 @@ def test_everyone_gets_their_own_tokens(path, expected, monkeypatch, num_blocks,
     assert results == {at: expected[at] for at in results}
     if preempts is not None:
         assert loads.num_preemptions > 10 and (loads.num_swap_preemptions > 5) == (kind == "swap")
-
-
-def preempt(engine, every: int | None) -> None:
-    if every == 1:
-        check, preempts = engine._loop.on_step, PreemptsAtEveryStep()
-
-        def on_step(scheduler) -> None:
-            preempts(scheduler)
-            check(scheduler)
-
-        engine._loop.on_step = on_step
-    elif every is not None:
-        force_preemptions(engine, every)

@@ -49,7 +49,7 @@ def oracle(path):
                 banned=(EOS,) if len(output) < (params.min_tokens or 0) else (),
                 repetition=params.repetition_penalty or 1.0, presence=params.presence_penalty or 0.0,
                 frequency=params.frequency_penalty or 0.0, prompt=tuple(prompt), output=tuple(output),
-                bias=tuple(params.logit_bias.items()), allowed=tuple(params.allowed_token_ids),
+                bias=tuple(params.logit_bias.items()), allowed=tuple(params.allowed_token_ids or ()),
                 word_ends=tuple(word[-1] for word in bad_words if ends_with(output, word[:-1])),
             )
             token_id, is_doubtful = reference.sample(logits, row, VOCAB_SIZE)

@@ -45,12 +45,12 @@ def assert_as_naive(work: Work, results: list[list[int]], naive: Callable[[list[
 
 
 def force_preemptions(engine: AsyncEngine, every: int = 5) -> None:
-    """Preempts the last running sequence after every fifth step, whatever is in flight."""
-    check, steps = engine._loop.on_step, itertools.count(1)
+    """Preempts a running sequence after every fifth step, whatever is in flight; which one: PreemptsAtEveryStep."""
+    check, steps, preempts = engine._loop.on_step, itertools.count(1), PreemptsAtEveryStep()
 
     def on_step(scheduler) -> None:
-        if next(steps) % every == 0 and (running := scheduler.running()):
-            scheduler._preempt(running[-1])
+        if next(steps) % every == 0:
+            preempts(scheduler)
         check(scheduler)
 
     engine._loop.on_step = on_step
