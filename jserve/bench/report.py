@@ -142,6 +142,7 @@ def details(records: Sequence[RequestRecord]) -> dict[str, object]:
         "start_times": [record.start for record in records],
         "ttfts": [record.ttft if record else 0.0 for record in done],
         "itls": [record.itls if record else [] for record in done],
+        "latencies": [record.e2el if record else 0.0 for record in done],
         "output_token_ids": [list(record.token_ids) for record in records],
         "request_errors": [record.error or "" for record in records],
     }
@@ -181,7 +182,7 @@ def render(
         ("Output token throughput (tok/s):", "output_throughput", "{:.2f}"),
         ("Peak output token throughput (tok/s):", "max_output_tokens_per_s", "{:.2f}"),
         ("Peak concurrent requests:", "max_concurrent_requests", "{}"),
-        ("Total Token throughput (tok/s):", "total_token_throughput", "{:.2f}"),
+        ("Total token throughput (tok/s):", "total_token_throughput", "{:.2f}"),
         ("Cached share of input tokens (%):", "cached_token_share", "{:.1%}"),
         ("Padded share of computed tokens (%):", "padded_token_share", "{:.1%}"),
         ("Prefix cache hit rate (%):", "prefix_cache_hit_rate", "{:.1%}"),
@@ -206,10 +207,13 @@ def render(
     return "\n".join(lines)
 
 
-def save(report: Mapping[str, object], folder: str | Path) -> Path:
-    """Writes the report as JSON into `folder` under a name of its own, and returns the path."""
+def save(report: Mapping[str, object], folder: str | Path, name: str | None = None) -> Path:
+    """Writes the report as JSON into `folder` under a name of its own, unless one is given; returns the path."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    if name is not None:
+        (folder / name).write_text(json.dumps(report, indent=1) + "\n")
+        return folder / name
     model = str(report.get("model_id", "model")).rstrip("/").split("/")[-1]
     path = folder / f"{report['backend']}-{report['mode']}-{model}-{report['date']}.json"
     number = 2

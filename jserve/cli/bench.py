@@ -16,7 +16,7 @@ from jserve.bench.driver import engine_stream, measure
 from jserve.bench.load import RandomLoad, ordinary_token_ids
 from jserve.cli import bench_compare, bench_host, bench_kernels, bench_serve, bench_simulate
 from jserve.cli.bench_flags import add_load_flags, add_startup_flags
-from jserve.cli.bench_load import deliver, load_from, save
+from jserve.cli.bench_load import deliver, labelled, load_from, save
 from jserve.cli.command import Command
 from jserve.cli.flags import NEAR, config_from, config_to_flags
 from jserve.cli.progress import StartReport
@@ -102,6 +102,7 @@ def _run_startup(arguments: argparse.Namespace) -> int:
         figures = startup.run(flags, on_disk.model.path, arguments.num_warm, line)
     except startup.StartFailed as error:
         raise ConfigError(str(error)) from None
+    figures = labelled(figures, arguments)
     print(json.dumps(figures) if arguments.json else startup.render(figures))
     save(figures, arguments)
     return 0

@@ -111,6 +111,14 @@ def _add_report_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--result-dir", default="results", metavar="FOLDER", help="where --save-result writes [%(default)s]"
     )
+    group.add_argument(
+        "--result-filename", metavar="NAME", help="of that file, which is replaced [of mode, model and date, a new one]"
+    )
+    group.add_argument("--label", metavar="TEXT", help="kept in the report")
+    group.add_argument(
+        "--metadata", type=_key_value, nargs="+", metavar="KEY=VALUE", default=(),
+        help="kept in the report, such as version=0.3 machine=v5e",
+    )
 
 
 class MergeTargets(argparse.Action):
@@ -126,6 +134,13 @@ def target(text: str) -> dict[str, float]:
     if name not in report.METRICS:
         raise argparse.ArgumentTypeError(f"{name!r}: expected some of {','.join(report.METRICS)}, such as ttft:200")
     return {name: number(above=True)(value)}
+
+
+def _key_value(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=VALUE")
+    return key, value
 
 
 def _metrics(text: str) -> tuple[str, ...]:

@@ -47,6 +47,7 @@ def deliver(
     figures: dict[str, object], records: Sequence[RequestRecord], arguments: argparse.Namespace
 ) -> int:
     """Prints, saves and draws; the exit code."""
+    figures = labelled(figures, arguments)
     if arguments.save_detailed:
         figures = figures | report.details(records)
     if arguments.json:
@@ -60,9 +61,15 @@ def deliver(
     return 1 if figures["failed"] > arguments.allowed_failures or figures.get("stopped") else 0
 
 
+def labelled(figures: dict[str, object], arguments: argparse.Namespace) -> dict[str, object]:
+    """With what --label and --metadata say; a key of the report itself stays."""
+    return {**dict(arguments.metadata), "label": arguments.label, **figures}
+
+
 def save(figures: dict[str, object], arguments: argparse.Namespace) -> None:
     if arguments.save_result:
-        print(f"saved {report.save(figures, arguments.result_dir)}", file=sys.stderr)
+        path = report.save(figures, arguments.result_dir, arguments.result_filename)
+        print(f"saved {path}", file=sys.stderr)
 
 
 def _requests(path: str, arguments: argparse.Namespace, output: Output) -> list[GenerateRequest]:

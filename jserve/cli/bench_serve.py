@@ -15,7 +15,7 @@ from jserve.bench.arrivals import STRATEGIES, Ramp
 from jserve.bench.driver import STALL_TIMEOUT_S
 from jserve.bench.target import BACKENDS, ServerFacts, Target, ask
 from jserve.cli.bench_flags import MergeTargets, add_dataset_flags, add_figure_flags, target
-from jserve.cli.bench_load import deliver, load_from, save
+from jserve.cli.bench_load import deliver, labelled, load_from, save
 from jserve.cli.client_flags import add_client_flags, client_access
 from jserve.cli.command import Command
 from jserve.cli.number_flags import number, number_list, whole
@@ -118,6 +118,7 @@ async def _run_sweep(arguments: argparse.Namespace) -> int:
         "backend": arguments.backend, "endpoint": _target(arguments).address, "sweep": plan.kind, "slo_ms": plan.slo_ms,
         "points": points, "highest_within_slo": None if best is None else best[plan.kind],
     }
+    answer = labelled(answer, arguments)
     print(json.dumps(answer) if arguments.json else sweep.table(plan, points, best))
     save(answer, arguments)
     if arguments.plot:

@@ -92,6 +92,9 @@ def test_rendering_has_the_labels_that_parsers_look_for():
         "Benchmark duration (s):",
         "Total generated tokens:",
         "Output token throughput (tok/s):",
+        "Total token throughput (tok/s):",
+        "Peak output token throughput (tok/s):",
+        "Peak concurrent requests:",
         "Mean TTFT (ms):",
         "Median TPOT (ms):",
         "P99 ITL (ms):",
@@ -113,4 +116,5 @@ def test_saved_reports_are_json_and_never_overwrite(tmp_path):
 def test_details_are_lists_by_request():
     details = report.details([record((0.1, 2), (0.3, 1)), record(error="empty")])
     assert details["output_lens"] == [3, 0] and details["ttfts"] == [0.1, 0.0]
+    assert details["latencies"] == [0.3, 0.0] and details["start_times"] == [0.0, 0.0]
     assert details["itls"] == [pytest.approx([0.0, 0.2]), []] and details["request_errors"] == ["", "empty"]

@@ -40,6 +40,10 @@ def test_a_run_prints_saves_and_draws_and_two_are_compared(address, tmp_path, ca
     assert cli.main(["bench", "compare", *map(str, saved)]) == 0
     assert "Output token throughput (tok/s)" in capsys.readouterr().out
     assert cli.main(["bench", "compare", str(saved[0]), str(tmp_path / "none.json")]) == 1
+    named = ["--result-filename", "mine.json", "--label", "today", "--metadata", "version=3", "completed=0"]
+    assert served(address, *flags, *named) == 0 == served(address, *flags, *named)
+    mine = json.loads((tmp_path / "mine.json").read_text())
+    assert (mine["label"], mine["version"], mine["completed"]) == ("today", "3", 6), "a figure is no metadata's"
 
 
 def test_a_client_that_lags_reports_nothing(address, capsys):
@@ -84,6 +88,7 @@ def test_requests_of_a_file_and_of_a_trace(address, tmp_path, capsys):
         (["--request-rate", "0"], "expected a number above 0"),
         (["--model", "m"], "has no meaning with --backend jserve"),
         (["--token-ids", "9"], "expected two ids"),
+        (["--metadata", "x"], "expected KEY=VALUE"),
     ],
 )
 def test_bad_flags_are_bad_usage(capsys, flags, message):
