@@ -226,6 +226,20 @@ async def test_the_same_load_over_grpc_and_over_our_own_http_gives_the_same_toke
     assert {record.output_tokens for record in http} == {7} and {record.prompt_tokens for record in http} == {9}
 
 
+async def test_a_second_run_finds_nothing_of_the_first_in_the_cache_unless_the_seed_says_so():
+    """Nor does a run find its own warm-up there, and both the server and the client say what was found."""
+    shares = {}
+    with stand_in_engine(max_num_seqs=8, num_blocks=400) as engine:
+        async with serving(engine) as (server, _):
+            for name, seed in (("first", None), ("second", None), ("seeded", 5), ("again", 5)):
+                load, options = RandomLoad(8, 33, 3, seed=seed), Options(num_warmups=4, num_processes=1)
+                figures, _ = await run(Target("jserve", server.address), load, Pace(max_concurrency=4), options)
+                shares[name] = figures["cached_token_share"], figures["prefix_cache_hit_rate"]
+                assert figures["completed"] == 8 and figures["compiles_after_ready"] == 0
+    assert shares["first"] == shares["second"] == shares["seeded"] == (0.0, 0.0)
+    assert min(shares["again"]) > 0.5
+
+
 async def test_a_server_that_wants_a_token_gets_it_over_grpc_and_http(tmp_path):
     with stand_in_engine() as engine:
         async with serving(engine, http_port=0, auth_file=auth_file(tmp_path)) as (server, _):
