@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from jserve import __version__
 from jserve.config import BadUsage, Config, ConfigError
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.info import ModelInfo
@@ -150,16 +151,18 @@ def assemble_engine(
         num_host_blocks=(num_host_blocks + 1,) * len(layouts) if num_host_blocks else None,
         host_tier=config.kv.host_tier,
     )
+    programs = make_programs(
+        model.config, config, plan, layouts, kv.num_blocks, tokenizer.vocab_size, num_host_blocks, placement
+    )
     key = root_key(
+        program=__version__,
+        attention=programs.implementation,  # deterministic ones promise their own bits
         model=model.digest,
         dtype=f"{config.model.dtype} {config.model.quantize}",
         kv_dtype=config.kv.dtype,
         layouts=repr([(one, group.num_layers) for one, group in zip(layouts, model.config.layer_groups)]),
     )
     blocks = kv.make(key, disk)
-    programs = make_programs(
-        model.config, config, plan, layouts, kv.num_blocks, tokenizer.vocab_size, num_host_blocks, placement
-    )
     if plan.num_slots < config.scheduler.max_num_seqs:
         report.line(
             f"scheduler.max_num_seqs = {config.scheduler.max_num_seqs}: {plan.num_slots} run at once, as every step has a"

@@ -28,7 +28,8 @@ def path(tmp_path_factory):
 
 
 def engine_of(path, **sections):
-    merged = {name: {**SMALL[name], **sections.get(name, {})} for name in SMALL}
+    """SMALL, changed by `sections`."""
+    merged = {name: {**SMALL.get(name, {}), **sections.get(name, {})} for name in SMALL | sections}
     return running_engine(path, **merged)
 
 
