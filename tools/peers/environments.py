@@ -43,19 +43,20 @@ def llama_server(folder: Path) -> Path:
     binary = target / "build" / "bin" / "llama-server"
     if (target / DONE).exists():
         return binary
-    shutil.rmtree(target, ignore_errors=True)
-    target.mkdir(parents=True)
-    _run([sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", str(target),
-          "llama-cpp-python"])
-    (archive,) = target.glob("llama_cpp_python-*.tar.gz")
-    _run(["tar", "xzf", str(archive), "-C", str(target), "--strip-components", "1"])
+    if not (target / "version").exists():  # else an interrupted build goes on where it was
+        shutil.rmtree(target, ignore_errors=True)
+        target.mkdir(parents=True)
+        _run([sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", str(target),
+              "llama-cpp-python"])
+        (archive,) = target.glob("llama_cpp_python-*.tar.gz")
+        _run(["tar", "xzf", str(archive), "-C", str(target), "--strip-components", "1"])
+        (target / "version").write_text(re.search(r"python-(.*)\.tar", archive.name)[1])
     source, build = target / "vendor" / "llama.cpp", target / "build"
     flags = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF",
              "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=ON",
              "-DLLAMA_BUILD_WEBUI=OFF"]
     _run(["cmake", "-S", str(source), "-B", str(build), *flags])
     _run(["cmake", "--build", str(build), "--target", "llama-server", "-j", JOBS])
-    (target / "version").write_text(re.search(r"python-(.*)\.tar", archive.name)[1])
     (target / DONE).touch()
     return binary
 
