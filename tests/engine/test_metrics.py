@@ -20,10 +20,14 @@ from jserve.server.metrics_page import metrics_page
 from tests.support.grpc_server import until
 from tests.support.stand_in import stand_in_engine
 
-GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+GAUGES = (
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kv_blocks_saved", "kv_host_cached_blocks"
+)
 COUNTERS = (
     "prefix_cache_queries", "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens",
     "request_success", "padded_tokens", "compiles_after_ready", "preempted_tokens_lost",
+    "num_swap_preemptions", "swapped_out_bytes", "swapped_in_bytes",
+    "prefix_cache_tier_hits", "kv_tier_saved_bytes", "kv_tier_loaded_bytes",
 )
 HISTOGRAMS = (
     "iteration_tokens_total", "time_to_first_token_seconds", "inter_token_latency_seconds",

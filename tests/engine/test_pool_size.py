@@ -21,3 +21,17 @@ def test_a_pool_that_holds_less_than_the_context_is_said(num_blocks, windows, mo
     line = shortfall(memory(num_blocks, windows), context_length=64)
     assert (line is None) == (most is None)
     assert line is None or f"holds {most} tokens of one sequence and the context is 64" in line
+
+
+def test_a_start_prints_blocks_and_bytes_a_token_of_each_layer_group():
+    groups = (GroupMemory(2, 2048, None), GroupMemory(6, 6144, 1024, most_blocks=5))
+    printed = str(
+        plan_memory(
+            KvSection(num_blocks=9), platform="cpu", device_bytes=2**30, weight_bytes=0, activation_bytes=0,
+            groups=groups, block_size=4,
+        )
+    )
+    assert "2 layers, full attention: 8 blocks, 512 bytes a token" in printed
+    assert "6 layers, window of 1,024 tokens: " in printed and " blocks, 1,536 bytes a token" in printed
+    assert "bytes a token" not in str(memory(9)), "one group: its bytes are those of the pool's line"
+    assert "= 8 blocks of 4 tokens = 32 tokens (256 bytes each)" in str(memory(9))
