@@ -98,7 +98,8 @@ def attend(
     """See `api.paged_attention`.  `tiles` as in `prepare`; `interpret` takes pltpu.InterpretParams in tests."""
     num_tokens = q.shape[0]
     num_rows = metadata.tables.shape[0]
-    tiles = tiles or tuned(default_tiles(layout, q.shape[1] // layout.num_kv_heads), "mosaic_tpu", layout)
+    defaults = default_tiles(layout, q.shape[1] // layout.num_kv_heads, q.dtype.itemsize)
+    tiles = tiles or tuned(defaults, "mosaic_tpu", layout)
     new = pack(k, v, layout, k_scale, v_scale)
     static = {"layout": layout, "spec": spec, "tiles": tiles, "interpret": interpret}
     shared = static | {"sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}

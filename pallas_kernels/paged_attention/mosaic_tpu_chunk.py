@@ -44,7 +44,14 @@ from pallas_kernels.paged_attention.mosaic_tpu_decode import (
     to_base2,
     to_matmul,
 )
-from pallas_kernels.paged_attention.mosaic_tpu_tiles import LANES, TpuTiles, check_smem, check_vmem, padded_bytes
+from pallas_kernels.paged_attention.mosaic_tpu_tiles import (
+    LANES,
+    TpuTiles,
+    check_smem,
+    check_vmem,
+    chunk_vmem_bytes,
+    head_lanes,
+)
 from pallas_kernels.paged_attention.mosaic_tpu_write import ChunkTokens, positions_of
 
 NAME = "jserve_chunks"
@@ -102,9 +109,7 @@ class _Sizes:
 
     @property
     def unit_heads(self) -> int:
-        """Query heads of one kv head that share a matmul: about 256 rows for each time the keys are pushed."""
-        wanted = max(1, 256 // self.tiles.query_tile)
-        return max(count for count in range(1, wanted + 1) if self.queries_per_kv_head % count == 0)
+        return self.tiles.unit_heads(self.queries_per_kv_head)
 
     @property
     def units_per_key_tile(self) -> int:
@@ -116,7 +121,7 @@ class _Sizes:
 
     @property
     def lanes(self) -> int:
-        return LANES * max(1, self.layout.planes // 2)
+        return head_lanes(self.layout)
 
     @property
     def group_blocks(self) -> int:
@@ -175,8 +180,7 @@ def attend_chunks(
     check_smem(NAME, 5 * capacity + 2 * num_kv_heads + num_heads, max_blocks)
     vmem_limit = check_vmem(
         NAME,
-        sum(padded_bytes(shape, dtype.itemsize) for shape, dtype in scratch)
-        + 4 * padded_bytes((num_heads, query_tile, lanes), q.dtype.itemsize),
+        chunk_vmem_bytes(layout, tiles, sizes.queries_per_kv_head, q.dtype.itemsize),
         num_kv_heads=num_kv_heads,
         num_heads=num_heads,
         head_dim=head_dim,

@@ -30,7 +30,14 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention.batch import AttentionSpec
 from pallas_kernels.paged_attention.layout import PoolLayout
-from pallas_kernels.paged_attention.mosaic_tpu_tiles import LANES, TpuTiles, check_smem, check_vmem, padded_bytes
+from pallas_kernels.paged_attention.mosaic_tpu_tiles import (
+    LANES,
+    TpuTiles,
+    check_smem,
+    check_vmem,
+    decode_vmem_bytes,
+    head_lanes,
+)
 
 NEVER = -1e30  # a masked logit: finite, so that a row with no visible key stays finite
 LOG2_E = math.log2(math.e)
@@ -79,7 +86,7 @@ class _Sizes:
     @property
     def head_lanes(self) -> int:
         """Lanes of one head's q and of its output."""
-        return LANES * len(self.key_planes)
+        return head_lanes(self.layout)
 
     @property
     def tail_tokens(self) -> int:
@@ -124,14 +131,7 @@ def decode_attention(
     check_smem(NAME, num_sequences + 2 * layout.num_kv_heads, max_blocks)
     vmem_limit = check_vmem(
         NAME,
-        2 * padded_bytes(buffer_shape, pool.dtype.itemsize)
-        + 2 * padded_bytes((pairs, rows, sizes.heads_per_matmul * lanes), q.dtype.itemsize)
-        + 2 * padded_bytes((pairs, rows, lanes), q.dtype.itemsize)
-        + 2 * padded_bytes((layout.num_kv_heads, layout.planes, LANES), pool.dtype.itemsize)
-        + 2 * padded_bytes((pairs, rows, LANES), 4)
-        + padded_bytes((pairs, rows, lanes), 4)
-        + (padded_bytes((pairs, rows, LANES), 4) if spec.has_sinks else 0)
-        + 2 * padded_bytes((pairs, rows, sizes.group_tokens), 4),  # logits and weights, beyond the registers
+        decode_vmem_bytes(layout, tiles, sizes.queries_per_kv_head, q.dtype.itemsize),
         num_kv_heads=layout.num_kv_heads,
         num_heads=num_heads,
         head_dim=head_dim,

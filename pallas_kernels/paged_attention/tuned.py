@@ -23,7 +23,7 @@ Tiles = TypeVar("Tiles")
 
 
 def tuned(defaults: Tiles, implementation: str, layout: PoolLayout) -> Tiles:
-    """`defaults`, a dataclass of sizes, with those that were tuned for this shape on this process's device."""
+    """`defaults`, a dataclass of sizes, with those that were tuned for this shape on the device compiled for."""
     kind = device_kind(layout.platform)
     entry = None if kind is None else read(kind).get(key(implementation, layout))
     return defaults if entry is None else dataclasses.replace(defaults, **entry)
@@ -35,9 +35,17 @@ def key(implementation: str, layout: PoolLayout) -> str:
     return f"{implementation} {heads} {layout.dtype.name} block {layout.block_size}"
 
 
-@functools.cache
 def device_kind(platform: str) -> str | None:
-    """Of this process's devices of a platform; None where there are none, as when compiling for one elsewhere."""
+    """Of the devices compiled for: those of the mesh that is set, which may be elsewhere, or this process's; None where
+    there are none of the platform."""
+    elsewhere = jax.sharding.get_abstract_mesh().abstract_device
+    if elsewhere is not None and elsewhere.platform == platform:
+        return elsewhere.device_kind
+    return _own_device_kind(platform)
+
+
+@functools.cache
+def _own_device_kind(platform: str) -> str | None:
     try:
         return jax.devices(platform)[0].device_kind
     except RuntimeError:

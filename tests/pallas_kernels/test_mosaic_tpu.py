@@ -4,6 +4,7 @@ Error bounds: float32 2e-6 (the order of sums differs); bfloat16 0.03 (outputs o
 weights are rounded once before the value matmul); int8 values enter exactly, so float32's bound times their scale.
 """
 
+import itertools
 from dataclasses import replace
 
 import jax
@@ -11,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, layout, mosaic_tpu, mosaic_tpu_tiles
+from pallas_kernels.paged_attention.cases import HEADS
 from tests.support.tpu_interpreter import EAGER, LATE, SMALL_TILES, check, make_step
 
 FLOAT32 = 2e-6
@@ -196,20 +199,22 @@ class TestRefusals:
         with pytest.raises(NotImplementedError, match=message):
             mosaic_tpu.validate(layout(**options), AttentionSpec(1.0))
 
-    def trace(self, num_rows=4, max_blocks=8, num_kv_heads=8, group=4, block_size=64, tiles=None):
-        pool_layout = layout("tpu", num_kv_heads, 128, block_size, "bfloat16")
-        spec = AttentionSpec(1.0, decode_only=True)
-        tiles = tiles or mosaic_tpu_tiles.default_tiles(pool_layout)
+    def trace(
+        self, num_rows=4, max_blocks=8, num_kv_heads=8, group=4, head_dim=128, block_size=64, dtype="bfloat16",
+        tiles=None, decode_only=True,
+    ):  # fmt: skip
+        pool_layout = layout("tpu", num_kv_heads, head_dim, block_size, dtype)
+        spec = AttentionSpec(1.0, decode_only=decode_only)
         i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-        bf16 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        values = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
         def step(q, k, v, pool, batch):
             metadata = mosaic_tpu.prepare(batch, num_rows, pool_layout, spec, tiles)
             return mosaic_tpu.attend(q, k, v, pool, 0, metadata, layout=pool_layout, spec=spec, tiles=tiles)
 
-        kv = bf16(num_rows, num_kv_heads, 128)
+        kv = values(num_rows, num_kv_heads, head_dim)
         batch = RaggedBatch(i32(num_rows, max_blocks), i32(num_rows), i32(num_rows + 1), i32())
-        q, pool = bf16(num_rows, num_kv_heads * group, 128), bf16(*pool_layout.shape(1, 9))
+        q, pool = values(num_rows, num_kv_heads * group, head_dim), values(*pool_layout.shape(1, 9))
         return jax.eval_shape(step, q, kv, kv, pool, batch)
 
     def test_1024_sequences_of_128k_tokens_fit_in_scalar_memory(self):
@@ -224,3 +229,44 @@ class TestRefusals:
         tiles = replace(SMALL_TILES, decode_group=8192)
         with pytest.raises(NotImplementedError, match="MiB of VMEM .* of 32 MiB .*decode_group=8192"):
             self.trace(tiles=tiles)
+
+    @pytest.mark.parametrize("kind", mosaic_tpu_tiles.VMEM_BYTES)
+    def test_default_tiles_of_every_model_fit_every_generation(self, kind):
+        blocks = (("bfloat16", 16), ("bfloat16", 256), ("float32", 16), ("float32", 64))
+        for heads, (dtype, block_size) in itertools.product(HEADS.values(), blocks):
+            pool_layout = layout("tpu", heads.num_kv_heads, heads.head_dim, block_size, dtype)
+            sizes = (heads.num_heads // heads.num_kv_heads, jnp.dtype(dtype).itemsize)
+            with compiling_for(kind):
+                tiles = mosaic_tpu_tiles.default_tiles(pool_layout, *sizes)
+                for needed in (mosaic_tpu_tiles.decode_vmem_bytes, mosaic_tpu_tiles.chunk_vmem_bytes):
+                    assert mosaic_tpu_tiles.fits_vmem(needed(pool_layout, tiles, *sizes)), (heads, dtype, block_size)
+                assert mosaic_tpu_tiles.default_tiles(pool_layout).query_tile == tiles.query_tile, "prepare's is attend's"
+            for group, part in ((tiles.decode_group, tiles.decode_tail), (tiles.chunk_group, tiles.key_tile)):
+                assert group % part == 0 and part % block_size == 0 and part % 128 == 0
+
+    def test_smaller_tiles_trace(self):
+        with compiling_for("TPU v4"):
+            self.trace(num_kv_heads=32, group=1, decode_only=False)
+
+    def test_what_a_generation_has_decides(self):
+        """71 query heads over one kv head: 24.2 MiB with the sizes that other generations take."""
+        pool_layout = layout("tpu", 1, 64, 64, "bfloat16")
+        tiles = mosaic_tpu_tiles.default_tiles(pool_layout, 71)
+        assert tiles.query_tile == 128
+        options = {"num_kv_heads": 1, "group": 71, "head_dim": 64, "decode_only": False}
+        for kind in ("TPU v5 lite", "TPU7x"):
+            with compiling_for(kind):
+                self.trace(**options, tiles=tiles)
+        refusal = "jserve_chunks: 24.2 MiB of VMEM .* of 16 MiB on TPU v4 .*num_heads=71.*query_tile=128"
+        with compiling_for("TPU v4"), pytest.raises(NotImplementedError, match=refusal):
+            self.trace(**options, tiles=tiles)
+
+    def test_too_many_heads_for_vector_memory(self):
+        with compiling_for("TPU v4"), pytest.raises(NotImplementedError, match="of VMEM .* of 16 MiB on TPU v4 "):
+            self.trace(num_kv_heads=8, group=16, decode_only=False)
+
+
+def compiling_for(kind: str):
+    """As under the mesh of a TPU that is elsewhere."""
+    device = AbstractDevice(device_kind=kind, num_cores=1, platform="tpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("model",), abstract_device=device))
