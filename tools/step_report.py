@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 COLLECTIVES = r"all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
 NUM_TOKENS, NUM_ROWS, SMALLEST = 2048, 256, 8
+BUCKETS = ("smallest", "largest", "head", "sampler")
 
 
 def main() -> int:
@@ -31,7 +32,7 @@ def main() -> int:
     parser.add_argument("model")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--quantize", default="none", choices=("none", "int8"))
-    parser.add_argument("--bucket", default="all", choices=("all", "smallest", "largest", "head"))
+    parser.add_argument("--bucket", default="all", choices=("all", *BUCKETS))
     parser.add_argument("--layers", choices=("scan", "unrolled"), help="how run_layers compiles; unless the platform's way")
     parser.add_argument("--table", action="store_true", help="for people")
     arguments = parser.parse_args()
@@ -109,12 +110,16 @@ def reports(target: str, model: str, size: int = 1, quantize: str = "none", buck
 
 def wanted(programs, bucket: str) -> dict:
     """Program -> its key among ProgramSet's jobs."""
+    from jserve.sampling.sampler import VARIANTS
+
     plan = programs.plan
     smallest, largest, head = plan.decode_shapes[0], plan.mixed_shapes[-1], plan.head_rows[-1]
+    sampler = max(plan.sampler_shapes, key=lambda shape: (shape.num_rows, VARIANTS.index(shape.variant)))
     named = {
         "smallest": (f"forward {smallest}", (smallest, "forward")),
         "largest": (f"forward {largest}", (largest, "forward")),
         "head": (f"head[{head} rows]", ("head", head)),
+        "sampler": (f"sampler[{sampler.num_rows} rows, {sampler.variant.kind.name.lower()}]", sampler),
     }
     return dict(found for name, found in named.items() if bucket in ("all", name))
 
@@ -151,10 +156,17 @@ def measure(compiled, local_shapes: dict[str, tuple[int, ...]]) -> dict:
         "alias_bytes": memory.alias_size_in_bytes,
         "temporary_bytes": memory.temp_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
+        "accessed_bytes": int(cost_of(compiled).get("bytes accessed", 0)),
         "copies": copies,
         "collectives": dict(collections.Counter(re.findall(rf" ({COLLECTIVES})(?:-start)?\(", text))),
         "kernel_calls": len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
     }
+
+
+def cost_of(compiled) -> dict[str, float]:
+    """What XLA expects of a program: operations and bytes, a loop's body once."""
+    cost = compiled.cost_analysis() or {}
+    return cost[0] if isinstance(cost, list) else cost
 
 
 def without_fusions(text: str) -> str:
