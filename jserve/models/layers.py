@@ -6,6 +6,7 @@ Shape letters: T tokens, D model, N query heads, K kv heads, G query heads of on
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 
 from jserve.models.config import RopeScaling
 from jserve.models.quantized import QuantizedMatrix, quantized_dot
+from pallas_kernels.cpu.ops import matmul, serves_matmul
 
 
 def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float, adds_one: bool = False) -> jax.Array:
@@ -44,12 +46,25 @@ def linear(
     elif x_TD.dtype.itemsize == 2:
         y = jax.lax.dot_general(x_TD, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     else:
-        y = jnp.dot(weight, x_TD.T, precision=dot_precision(x_TD.dtype), preferred_element_type=jnp.float32).T
+        y = cpu_kernel_or(_weight_first, x_TD, weight)
     if sum_over is not None:
         y = jax.lax.psum(y.astype(x_TD.dtype), sum_over).astype(jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x_TD.dtype)
+
+
+def cpu_kernel_or(
+    dot: Callable[[jax.Array, jax.Array], jax.Array], x_TD: jax.Array, weight_OD: jax.Array
+) -> jax.Array:
+    """x @ weight.T by the CPU's own kernel where this is compiled for a CPU that has it, else by `dot`."""
+    if not serves_matmul(x_TD, weight_OD):
+        return dot(x_TD, weight_OD)
+    return jax.lax.platform_dependent(x_TD, weight_OD, cpu=matmul, default=dot)
+
+
+def _weight_first(x_TD: jax.Array, weight_OD: jax.Array) -> jax.Array:
+    return jnp.dot(weight_OD, x_TD.T, precision=dot_precision(x_TD.dtype), preferred_element_type=jnp.float32).T
 
 
 def dot_precision(dtype: np.dtype) -> jax.lax.Precision | None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan, ForwardInputs, attention_spec
-from jserve.models.layers import apply_rope, dot_precision, linear, rms_norm, rope_table
+from jserve.models.layers import apply_rope, cpu_kernel_or, dot_precision, linear, rms_norm, rope_table
 from jserve.models.quantized import QuantizedMatrix, quantized_dot, take_rows
 from jserve.models.row_tiles import in_tiles
 from jserve.models.run_layers import run_layers
@@ -166,9 +166,8 @@ def logits(params: LlamaParams, config: ModelConfig, hidden_RD: jax.Array) -> ja
         logits_RV = quantized_dot(hidden_RD, head_VD)
     else:
         precision = dot_precision(hidden_RD.dtype)
-        logits_RV = jnp.einsum(
-            "RD,VD->RV", hidden_RD, head_VD, precision=precision, preferred_element_type=jnp.float32
-        )
+        dot = functools.partial(jnp.einsum, "RD,VD->RV", precision=precision, preferred_element_type=jnp.float32)
+        logits_RV = cpu_kernel_or(dot, hidden_RD, head_VD)
     if config.logit_soft_cap is not None:
         logits_RV = config.logit_soft_cap * jnp.tanh(logits_RV / config.logit_soft_cap)
     axis = _vocab_axis(head_VD, config)

@@ -36,6 +36,7 @@ from jserve.sampling.sampler import VARIANTS, SamplerVariant, sample
 from jserve.sampling.scores import hide_unreal, largest, normalizer
 from jserve.sampling.shaping import ShapingRows
 from jserve.scheduler.buckets import bucket_for
+from pallas_kernels.cpu.ops import register_kernels
 from pallas_kernels.paged_attention import PoolLayout
 from pallas_kernels.targets import step_compiler_options
 
@@ -214,6 +215,8 @@ class ProgramSet:
         store: ExecutableStore | Bundle | None = None,
     ) -> None:
         """Makes every program of the plan ready to run; `store` has executables of earlier starts."""
+        if self._layouts[0].platform == "cpu":
+            register_kernels()
         self._compiled = compile_all(
             self.jobs(params), num_threads, progress, store, self.compiler_options, self.placement.devices
         )

@@ -1,0 +1,67 @@
+"""The CPU kernels as functions of jax arrays.  llvmlite is imported where a kernel is first asked for, and only there."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cpu.compiled import compile_handler, num_slots, why_no_simd, why_no_tiles
+
+
+def serves_matmul(x_TD: jax.Array, weight_OD: jax.Array) -> bool:
+    """Whether `matmul` can take these."""
+    return (
+        x_TD.dtype == weight_OD.dtype == jnp.float32
+        and weight_OD.shape[0] % 32 == 0
+        and weight_OD.shape[1] % 32 == 0
+        and why_no_tiles() is None
+    )
+
+
+def matmul(x_TD: jax.Array, weight_OD: jax.Array) -> jax.Array:
+    """f32[T, O] = x @ weight.T with the accuracy of float32; on CPU only, where `serves_matmul`."""
+    from pallas_kernels.cpu.matmul import scratch_bytes
+
+    num_rows, depth = x_TD.shape
+    results = jax.ShapeDtypeStruct((num_rows, weight_OD.shape[0]), jnp.float32), *(
+        jax.ShapeDtypeStruct((size,), jnp.uint8) for size in scratch_bytes(num_rows, depth, num_slots())
+    )
+    return jax.ffi.ffi_call(register_matmul(), results)(x_TD, weight_OD)[0]
+
+
+def register_kernels() -> None:
+    """Makes the matmul known to XLA where this machine can run it: programs compiled earlier call it by name."""
+    if why_no_tiles() is None:
+        register_matmul()
+
+
+def register_matmul() -> str:
+    """Compiles the kernel if need be; its name in XLA.  NotImplementedError says what this machine lacks."""
+    if lack := why_no_tiles():  # asking is also what makes Linux grant the tiles
+        raise NotImplementedError(lack)
+    from pallas_kernels.cpu.matmul import add_matmul
+
+    return compile_handler("jserve_matmul_f32", add_matmul)
+
+
+def attention(
+    q_TNH: jax.Array, pool: jax.Array, layer: jax.Array, row_T, first_T, length_T, tables: jax.Array
+) -> jax.Array:
+    """f32[T, N, H]; see `add_attention` for the arguments."""
+    from pallas_kernels.cpu.attention import scratch_floats
+
+    num_keys = tables.shape[1] * pool.shape[4]
+    scores = scratch_floats(q_TNH.shape[1] // pool.shape[2], num_keys, num_slots())
+    results = jax.ShapeDtypeStruct(q_TNH.shape, jnp.float32), jax.ShapeDtypeStruct((scores,), jnp.float32)
+    call = jax.ffi.ffi_call(register_attention(q_TNH.shape[2]), results)
+    return call(q_TNH, pool, jnp.reshape(layer, (1,)).astype(jnp.int32), row_T, first_T, length_T, tables)[0]
+
+
+def register_attention(head_dim: int) -> str:
+    """As `register_matmul`."""
+    from pallas_kernels.cpu.attention import add_attention
+
+    return compile_handler(f"jserve_attention_f32_{head_dim}", add_attention, head_dim)
+
+
+__all__ = ["attention", "matmul", "register_attention", "register_kernels", "serves_matmul", "why_no_simd", "why_no_tiles"]
