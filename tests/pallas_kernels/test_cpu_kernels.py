@@ -1,0 +1,131 @@
+"""The CPU's own kernels against float64, and what they refuse.  They need AVX-512 and matrix tiles: skipped elsewhere, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jserve.models.layers import linear
+from pallas_kernels.cpu import compiled
+from pallas_kernels.cpu.ops import matmul, serves_matmul, why_no_simd, why_no_tiles
+from pallas_kernels.paged_attention import AttentionSpec, choose, layout
+from pallas_kernels.paged_attention.cases import CASES, Heads, build, twin
+from tests.pallas_kernels.test_paged_attention import assert_right, small
+
+needs_tiles = pytest.mark.skipif(why_no_tiles() is not None, reason=f"{why_no_tiles()}")
+needs_simd = pytest.mark.skipif(why_no_simd() is not None, reason=f"{why_no_simd()}")
+SERVED = [case for case in CASES if case.heads.soft_cap is None and not case.heads.has_sinks]
+
+
+@needs_tiles
+class TestMatmul:
+    @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+    @hypothesis.given(
+        rows=st.integers(1, 130), depth=st.integers(1, 12), columns=st.integers(1, 12), seed=st.integers(0, 99)
+    )
+    def test_as_exact_as_float32_for_any_number_of_rows(self, rows, depth, columns, seed):
+        x, w = operands(rows, 32 * depth, 32 * columns, seed)
+        exact = x.astype(np.float64) @ w.astype(np.float64).T
+        of_float32 = np.abs(x) @ np.abs(w).T * np.finfo(np.float32).eps
+        assert (np.abs(np.asarray(matmul(x, w)) - exact) <= 2 * of_float32 + 1e-30).all()
+
+    def test_many_rows_and_panels_are_cut_into_blocks_and_runs(self):
+        x, w = operands(700, 1536, 32 * 67, 1)
+        np.testing.assert_allclose(matmul(x, w), x.astype(np.float64) @ w.T.astype(np.float64), rtol=0, atol=2e-4)
+
+    def test_a_row_does_not_depend_on_its_batch(self):
+        x, w = operands(300, 576, 96, 2)
+        whole = np.asarray(matmul(x, w))
+        for begin, end in ((0, 1), (7, 24), (100, 133), (30, 300)):
+            np.testing.assert_array_equal(np.asarray(matmul(x[begin:end], w)), whole[begin:end])
+
+    def test_sizes_over_the_whole_range_of_float32(self):
+        x = np.float32(10.0) ** np.arange(-30, 34, 2, dtype=np.float32)[None, :]
+        w = np.float32(1) / np.tile(x, (32, 1))
+        np.testing.assert_allclose(matmul(x, w), np.full((1, 32), 32), rtol=1e-6)
+
+    def test_nan_and_infinity_stay_in_their_rows(self):
+        x, w = operands(20, 64, 32, 3)
+        x[3, 5], x[9, 2] = np.nan, np.inf
+        out = np.asarray(matmul(x, w))
+        assert not np.isfinite(out[[3, 9]]).any()
+        assert np.isfinite(np.delete(out, [3, 9], 0)).all()
+
+    def test_calls_at_the_same_time(self):
+        x, w = operands(64, 576, 960, 4)
+        expected = np.asarray(matmul(x, w))
+        many = jax.jit(lambda x, *ws: [matmul(x, w) for w in ws])
+        for out in many(x, *[w] * 8) * 3:
+            np.testing.assert_array_equal(out, expected)
+
+    @pytest.mark.parametrize(("depth", "columns"), [(48, 64), (64, 40)])
+    def test_shapes_that_do_not_fill_tiles_are_left_to_xla(self, depth, columns):
+        x, w = operands(5, depth, columns, 5)
+        assert not serves_matmul(jnp.asarray(x), jnp.asarray(w))
+        np.testing.assert_allclose(linear(jnp.asarray(x), jnp.asarray(w)), x @ w.T, atol=1e-4)
+
+    def test_programs_for_other_platforms_do_not_call_it(self):
+        x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8, 64), (64, 64)))
+        traced = jax.jit(linear).trace(x, w)
+        assert "jserve_matmul" in traced.lower().as_text()
+        assert "jserve_matmul" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+@needs_simd
+class TestAttention:
+    @pytest.mark.parametrize("case", SERVED, ids=lambda case: case.name)
+    def test_twin_of_each_real_shape(self, case):
+        """Everything unowned is NaN, as in the test of the same name for XLA."""
+        in_bucket = replace(twin(case), num_tokens=16 if case.decode_only else 272, num_rows=16)
+        inputs = build(replace(in_bucket, block_size=16), num_layers=2, num_blocks=128, max_blocks=12, poison=True)
+        assert_right(inputs, "llvm_cpu")
+
+    @pytest.mark.parametrize("window", [None, 1, 20])
+    def test_chunks_of_several_sequences_and_windows(self, window):
+        heads = Heads(6, 2, 32, sliding_window=window)
+        rows = ((0, 1), (40, 1), (15, 3), (0, 50), (63, 2), (30, 21))
+        case = small(rows, 2, heads, 16)
+        assert_right(build(case, num_layers=2, poison=True), "llvm_cpu")
+
+    def test_rows_as_long_as_their_table(self):
+        for length in (15, 16, 17, 512):
+            case = small(((length - 1, 1), (0, min(length, 40))), 1, Heads(4, 1, 64), 16)
+            assert_right(build(case, num_layers=2, poison=True), "llvm_cpu")
+
+
+class TestChoice:
+    @needs_simd
+    def test_it_serves_plain_float32_and_xla_the_rest(self):
+        plain, spec = layout("cpu", 2, 64, 32, "float32"), AttentionSpec(1.0)
+        assert choose("cpu", plain, spec) == "llvm_cpu"
+        assert choose("cpu", layout("cpu", 2, 64, 32, "bfloat16"), spec) == "xla"
+        assert choose("cpu", plain, replace(spec, soft_cap=30.0)) == "xla"
+        with pytest.raises(NotImplementedError, match="bfloat16"):
+            choose("cpu", layout("cpu", 2, 64, 32, "bfloat16"), spec, "llvm_cpu")
+
+    def test_other_machines_use_xla_and_say_what_they_lack(self, monkeypatch, caplog):
+        caplog.set_level("INFO")
+        monkeypatch.setattr("pallas_kernels.paged_attention.llvm_cpu.why_no_simd", lambda: "the processor lacks avx512f")
+        assert choose("cpu", layout("cpu", 2, 64, 32, "float32"), AttentionSpec(1.0)) == "xla"
+        assert "the processor lacks avx512f" in caplog.text
+
+    def test_a_machine_without_tiles_multiplies_by_xla(self, monkeypatch):
+        monkeypatch.setattr("pallas_kernels.cpu.ops.why_no_tiles", lambda: "the processor lacks amx-tile")
+        x, w = operands(4, 64, 64, 6)
+        assert not serves_matmul(jnp.asarray(x), jnp.asarray(w))
+        with pytest.raises(NotImplementedError, match="amx-tile"):
+            matmul(x, w)
+
+    def test_what_is_lacking_is_named(self):
+        assert compiled._lacks({"avx512f": True, "avx512bw": False}, ("avx512f", "avx512bw")) == "the processor lacks avx512bw"
+
+
+def operands(rows: int, depth: int, columns: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    return random.standard_normal((rows, depth), np.float32), random.standard_normal((columns, depth), np.float32)
