@@ -4,6 +4,7 @@
 #   make test           the tests, about 15 minutes on two cores                  PYTEST_ARGS="-k stop" narrows
 #   make test-compile   kernels through the real TPU and GPU compilers, no device (downloads about 700 MB)
 #   make test-next      engine and CPU kernel tests with the newest jax, where a python3.12 is found
+#   make test-eval      lm-eval's harness against the HTTP server, on local data (downloads about 600 MB)
 #   make soak           the long tests; JSERVE_SOAK_MINUTES=30 says how long each of the two longest takes
 #   make clean          removes the environments
 
@@ -31,11 +32,11 @@ comma := ,
 SERVE_STAMP := .venv/installed$(if $(EXTRAS),-$(subst $(comma),-,$(EXTRAS)))
 PYTEST_LIMITS := --timeout 300 --timeout-method thread
 
-.PHONY: serve install test test-compile test-next soak clean help
+.PHONY: serve install test test-compile test-next test-eval soak clean help
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,8s/^# \{0,1\}//p' Makefile
+	@sed -n '3,9s/^# \{0,1\}//p' Makefile
 
 # $(call environment,FOLDER,PYTHON): a venv, also where the venv module comes without ensurepip (Debian).
 define environment
@@ -98,5 +99,14 @@ test-next: .venv-next/installed
 	.venv-next/bin/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_LIMITS) $(PYTEST_ARGS) $(NEXT_TESTS)
 endif
 
+.venv-eval/installed: pyproject.toml
+	@$(call environment,.venv-eval,$(PYTHON))
+	@echo "installing jserve and lm-eval (once; about 600 MB)"
+	@.venv-eval/bin/python -m pip install --quiet --editable '.[test,eval]'
+	@touch $@
+
+test-eval: .venv-eval/installed
+	PATH="$(CURDIR)/.venv-eval/bin:$$PATH" .venv-eval/bin/python -m pytest $(PYTEST_LIMITS) $(PYTEST_ARGS) tests/http/test_lm_eval.py
+
 clean:
-	rm -rf .venv .venv-compile .venv-next build *.egg-info
+	rm -rf .venv .venv-compile .venv-next .venv-eval build *.egg-info

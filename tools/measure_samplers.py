@@ -1,4 +1,4 @@
-"""What each variant of the sampler costs a step, by rows and vocabulary; times in ms and as multiples of greedy alone.
+"""What each variant of the sampler costs a step, by rows and vocabulary: the table of docs/sampling.md.
 
     python -m tools.measure_samplers [--rows 8 32 64] [--vocab 49152 128256] [--rounds 15]
 
@@ -10,8 +10,9 @@ where some row asks for penalties, bias, bans or structured output.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -26,11 +27,11 @@ from jserve.sampling.shaping import ShapingInputs, count_tokens, empty_rows, num
 FILTERS = dict(temperature=0.8, top_k=40, top_p=0.9, min_p=0.02)
 CASES = {
     "greedy": (SamplerKind.GREEDY, False, dict(temperature=0.0)),
-    "greedy, logprobs": (SamplerKind.GREEDY, True, dict(temperature=0.0)),
+    "greedy, log-probabilities": (SamplerKind.GREEDY, True, dict(temperature=0.0)),
     "temperature": (SamplerKind.SAMPLE, False, dict(temperature=0.8)),
     "temperature, top_k, top_p, min_p": (SamplerKind.SAMPLE, False, FILTERS),
-    "the same, logprobs": (SamplerKind.SAMPLE, True, FILTERS),
-    "greedy rows under the drawing variant": (SamplerKind.SAMPLE, False, dict(temperature=0.0)),
+    "the same, log-probabilities": (SamplerKind.SAMPLE, True, FILTERS),
+    "greedy rows in a step that draws for others": (SamplerKind.SAMPLE, False, dict(temperature=0.0)),
 }
 Case = Callable[[], object]
 
@@ -75,7 +76,7 @@ def cases(num_rows: int, vocab_size: int) -> dict[str, Case]:
         made[name] = lambda run=programs[variant], row=row_inputs: run(logits, row)
     row_shaping = shaping(num_rows, vocab_size)
     run_shape = compiled(shape, logits, row_shaping)
-    made["shape: penalties, bias, mask"] = lambda: run_shape(logits, row_shaping)
+    made["+ `shape`: penalties, bias, mask"] = lambda: run_shape(logits, row_shaping)
     dense, ids = empty_rows(num_rows, vocab_size), jnp.arange(num_rows)
     run_count = compiled(count_tokens, dense, ids, ids, donate_argnums=0)
     held = [dense]
@@ -84,7 +85,7 @@ def cases(num_rows: int, vocab_size: int) -> dict[str, Case]:
         held[0] = run_count(held[0], ids, ids)
         return held[0]
 
-    return made | {"count: tokens for penalties": count}
+    return made | {"+ `count`": count}
 
 
 def fastest(made: dict[str, Case], rounds: int) -> dict[str, float]:
@@ -106,13 +107,25 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args(arguments)
     device = jax.devices()[0]
-    print(f"jax {jax.__version__}, {device.platform} ({device.device_kind}), best of {options.rounds} rounds")
+    columns: dict[str, dict[str, float]] = {}
     for vocab_size in options.vocab:
         for num_rows in options.rows:
-            times = fastest(cases(num_rows, vocab_size), options.rounds)
-            print(f"\n{num_rows} rows, {vocab_size:,} ids")
-            for name, seconds in times.items():
-                print(f"  {name:40} {1e3 * seconds:9.2f} ms  {seconds / times['greedy']:6.2f} x")
+            columns[f"{num_rows} rows, {vocab_size:,} ids"] = fastest(cases(num_rows, vocab_size), options.rounds)
+            print(f"{num_rows} rows, {vocab_size:,} ids: done", file=sys.stderr, flush=True)
+    print(f"jax {jax.__version__}, {device.platform} ({device.device_kind}), fastest of {options.rounds} rounds\n")
+    print(table(columns))
+
+
+def table(columns: Mapping[str, Mapping[str, float]]) -> str:
+    """Markdown: ms, and how many times what greedy costs beside it."""
+    lines = [["ms (x greedy)", *columns], ["---"] * (len(columns) + 1)]
+    for name in next(iter(columns.values())):
+        cells = []
+        for times in columns.values():
+            ratio = f" ({times[name] / times['greedy']:.1f})" if not name.endswith("`count`") else ""
+            cells.append(f"{1e3 * times[name]:.2g}{ratio}" if times[name] < 0.01 else f"{1e3 * times[name]:.0f}{ratio}")
+        lines.append([name, *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 if __name__ == "__main__":

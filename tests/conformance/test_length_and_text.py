@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jserve.request import FinishReason, RequestError
-from tests.support.conformance import PROMPT, conforms, ids, only
+from jserve.request import Code, FinishReason, GenerateRequest, Message, RequestError, SamplingParams
+from tests.support.conformance import PROMPT, alone, conforms, ids, only
 
 pytestmark = pytest.mark.xdist_group("conformance")
 
@@ -71,6 +71,16 @@ def test_truncate_prompt_tokens(ask, client):
     prompt = client.tokenize(PROMPT)
     truncated = ask(PROMPT, truncate_prompt_tokens=2)
     assert truncated.usage.prompt_tokens == 2 and ids(truncated) == ids(ask(prompt[-2:])) != ids(ask())
+
+
+@alone
+def test_tools_are_refused_where_the_template_has_no_place_for_them(client, surrounding):
+    """As SmolLM2's has none."""
+    tool = {"type": "function", "function": {"name": "f"}}
+    asked = GenerateRequest(messages=[Message("user", "x")], tools=[tool], sampling_params=SamplingParams(max_tokens=1))
+    with pytest.raises(RequestError, match="has no place for tools") as caught:
+        client.generate_unary(asked)
+    assert (caught.value.code, caught.value.field) == (Code.INVALID_ARGUMENT, "tools")
 
 
 @conforms("logprobs")

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 
 from jserve.request import Code, FinishReason, RequestError
-from tests.support.conformance import conforms, only
+from tests.support.conformance import alone, conforms, only, request
+from tools.measure_structured import watched_masks
 
 pytestmark = pytest.mark.xdist_group("conformance")
 
@@ -59,6 +60,16 @@ def test_grammar(ask):
     assert re.fullmatch("<[0-9]{1,3}>", text)
 
 
+@alone
+def test_masks_are_filled_while_the_device_computes(engine, surrounding, ask_together):
+    """The logits that a mask is for are nearly always still to come when it is done."""
+    many = [request(regex=f"[a-z ]{{{200 + length}}}", max_tokens=25, temperature=1.0, seed=1) for length in range(8)]
+    with watched_masks(engine) as masks:
+        ask_together(many)
+    assert len(masks.seconds) >= 25 and sum(masks.was_hidden) > 0.7 * len(masks.was_hidden), str(masks)
+
+
+@alone
 def test_a_bad_schema_is_refused_with_the_place(ask):
     with pytest.raises(RequestError) as caught:
         ask(json_schema='{"properties": {"a": {"uniqueItems": true, "type": "array"}}}')

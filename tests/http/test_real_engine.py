@@ -179,15 +179,20 @@ async def test_what_the_validator_refuses_names_openai_fields(engine):
             assert caught.value.param == param and message.startswith(param), message
 
 
-async def test_a_template_without_tools_refuses_them(engine):
-    tool = {"type": "function", "function": {"name": "f"}}
+async def test_tools_reach_the_model_through_its_template(engine):
+    tool = {"type": "function", "function": {"name": "rain", "parameters": {"type": "object", "properties": {}}}}
+    turns = [{"role": "user", "content": "x"}]
+    ask = {"temperature": 0, "max_tokens": 8, "extra_body": {"ignore_eos": True}}
+    shown = engine.tokenizer.encode_chat(turns, tools=[tool])
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     async with serving(engine, http_port=0) as (server, grpc), openai_client(server) as client:
-        with pytest.raises(openai.BadRequestError, match="has no place for tools") as caught:
-            await client.chat.completions.create(
-                model="tiny", messages=[{"role": "user", "content": "x"}], tools=[tool])
-        assert caught.value.param == "tools"
-        counted = await post(server, "/tokenize", {"messages": [{"role": "user", "content": "x"}], "tools": [tool]})
-        assert (counted.status, counted.error["param"]) == (400, "tools")
+        answer = await client.chat.completions.create(model="tiny", messages=turns, tools=[tool], **ask)
+        without = await client.chat.completions.create(model="tiny", messages=turns, **ask)
+        counted = await post(server, "/tokenize", {"messages": turns, "tools": [tool]})
+        ours = await grpc.generate_unary(GenerateRequest(prompt_token_ids=shown, sampling_params=params))
+    assert '"rain"' in engine.tokenizer.decode(shown, skip_special_tokens=False)
+    assert counted.json["tokens"] == shown and answer.usage.prompt_tokens == len(shown) > without.usage.prompt_tokens
+    assert answer.choices[0].message.content == ours.outputs[0].text != without.choices[0].message.content
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])

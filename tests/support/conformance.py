@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from jserve.request import GenerateRequest, GenerateUpdate, OutputDelta, SamplingParams
 
 PROMPT = "The capital of France is"
+alone = pytest.mark.parametrize("surrounding", ["smallest"], indirect=True)
+"""Of tests that bring their own neighbours, or that no sampler changes: one run instead of one a surrounding."""
 
 
 def conforms(*fields: str):

@@ -219,7 +219,7 @@ def script_gguf(path: Path, chain: Sequence[int], tokenizer_from: Path, d_model:
     the wanted successor b is a.  Keys and values are computed and cached as ever.  No token may stand twice in the
     chain, for it has one successor; what follows its last token is arbitrary (with `eos`: EOS), as after any other.
     """
-    fields = {key: value for key, value in read_gguf(tokenizer_from).fields.items() if key.startswith("tokenizer.")}
+    fields = _tokenizer_fields(tokenizer_from)
     chain = [*chain, fields["tokenizer.ggml.eos_token_id"]] if eos else list(chain)
     assert len(set(chain)) == len(chain), "a token has one successor"
     vocab_size, num_heads, head_dim = len(fields["tokenizer.ggml.tokens"]), d_model // 64, 64
@@ -242,6 +242,10 @@ def script_gguf(path: Path, chain: Sequence[int], tokenizer_from: Path, d_model:
     return path
 
 
+def _tokenizer_fields(path: Path) -> dict[str, Any]:
+    return {key: value for key, value in read_gguf(path).fields.items() if key.startswith("tokenizer.")}
+
+
 # RANDCTX: random, and every token counts
 
 
@@ -257,15 +261,21 @@ def random_gguf(
     seed: int = 0,
     eos_token_id: int = 510,
     num_rows: int = 512,
+    tokenizer_from: Path | None = None,
 ) -> Path:
     """A random float32 llama with an untied head, 512 tokens, and a byte-level tokenizer that spells any text.
 
-    `num_rows` above 512 pads embedding and head with rows that no token has.
+    `num_rows` above 512 pads embedding and head with rows that no token has.  `tokenizer_from` takes vocabulary and EOS
+    from another GGUF file instead.
 
     Weights are large enough that each token of the context moves the logits well above rounding.
     """
     rng = np.random.default_rng(seed)
-    fields = _byte_level_vocabulary(512, eos_token_id)
+    if tokenizer_from is None:
+        fields = _byte_level_vocabulary(512, eos_token_id)
+    else:
+        fields = _tokenizer_fields(tokenizer_from)
+        num_rows = len(fields["tokenizer.ggml.tokens"])
     tensors = _random_layers(rng, num_layers, d_model, 2 * d_model, num_heads, num_kv_heads, head_dim)
     tensors |= {
         "model.embed_tokens.weight": rng.standard_normal((num_rows, d_model), np.float32),
@@ -313,6 +323,7 @@ def _byte_level_vocabulary(vocab_size: int, eos_token_id: int) -> dict[str, Any]
     tokens = [*letters, *(left + right for left, right in pairs), *control]
     assert len(tokens) == vocab_size and 0 <= eos_token_id < vocab_size
     template = (
+        "{% if tools %}{{'<|im_start|>system\n' + tools | tojson + '<|im_end|>\n'}}{% endif %}"
         "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n'}}"
         "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
     )
