@@ -107,6 +107,18 @@ def test_foreign_files_are_left_alone_and_unfinished_ones_removed(tmp_path, memo
     assert [file.name for file in tmp_path.iterdir()] == ["notes.txt"] and store.num_blocks == 0
 
 
+def test_what_bears_the_name_of_a_block_and_is_no_file_keeps_nobody_from_the_others(tmp_path, memory, caplog):
+    store = open_store(tmp_path, memory)
+    put(store, 3)
+    store.close()
+    (tmp_path / f"{name(1)}.kv").mkdir()
+    (tmp_path / f"{name(2)}.kv").symlink_to("nothing")
+    later = open_store(tmp_path, memory)
+    assert [at for at in range(5) if later.holds(name(at))] == [3] and not caplog.records
+    put(later, 4)
+    assert get(later, 3) and get(later, 4) and len(list(tmp_path.iterdir())) == 4
+
+
 def test_the_least_recently_used_go_first_also_after_a_restart(tmp_path, memory):
     size = block_file.size_of(LABEL, SIZE)
     store = open_store(tmp_path, memory, budget=3 * size)
