@@ -164,10 +164,11 @@ class DiskStore:
             self._folder.mkdir(parents=True, exist_ok=True)
             with os.scandir(self._folder) as entries:
                 for entry in entries:
-                    if _NAME.fullmatch(entry.name) and entry.is_file():  # no folder, and no link to nothing
+                    if _NAME.fullmatch(entry.name):
                         with contextlib.suppress(FileNotFoundError):  # it has just gone
-                            status = entry.stat()
-                            found.append((status.st_mtime, entry.name.removesuffix(".kv"), status.st_size))
+                            if entry.is_file():  # no folder, and no link to nothing
+                                status = entry.stat()
+                                found.append((status.st_mtime, entry.name.removesuffix(".kv"), status.st_size))
                     elif _NAME.fullmatch(entry.name.removesuffix(".partial")):
                         with contextlib.suppress(OSError):
                             os.unlink(entry.path)
