@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import tempfile
 import threading
 from collections.abc import Awaitable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,14 +15,20 @@ from jserve.config import Config
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.build import build_engine
 from jserve.request import GenerateRequest, GenerateUpdate, SamplingParams
+from jserve.runner import executable_store
 
 GREEDY = {"temperature": 0.0}
+CACHE = Path(tempfile.gettempdir()) / f"jserve-tests-{os.getuid()}"
+"""Executables that the tests' engines share, apart from the user's own."""
+
+executable_store.MOST_SETS = 256  # a run has more kinds of engines than a user, and would compile most of them again
 
 
 def config_for(path: Path, *, every_bucket: bool = False, **sections: dict[str, Any]) -> Config:
     """A small engine's config; `sections` change it as in TOML.  One bucket of each kind, so that it compiles quickly,
     unless `every_bucket`."""
     config = Config().replace("model", path=str(path))
+    config = config.replace("compile", cache_dir=str(CACHE))
     config = config.replace("kv", memory_bytes=64 * 2**20, block_size=16)
     config = config.replace("scheduler", max_num_batched_tokens=32, max_num_seqs=4)
     for section, values in sections.items():
