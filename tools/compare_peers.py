@@ -5,7 +5,7 @@
 
 Both servers are started once and measured alternately, the other one paused.  Environments and the model are made on
 first use in --folder.  Rows go into docs/benchmarks.md and the JSON beside it, pair by pair, so that the whole can be
-made in pieces.
+made in pieces.  Exit code 1 where float32 tokens part and rounding does not explain it.
 """
 
 from __future__ import annotations
@@ -73,13 +73,17 @@ async def _compare(arguments: argparse.Namespace) -> int:
         for name in arguments.only:
             _say(f"{name}: {_set_up(name, folder)}")
         return 0
+    rows: list[table.Row] = []
     for name in arguments.only:
         for dtype in arguments.dtype:
             if name == "transformers":
-                await _beside_transformers(arguments, folder, model, dtype)
+                rows += await _beside_transformers(arguments, folder, model, dtype)
             else:
-                await _beside_server(arguments, folder, gguf, model, name, dtype)
-    return 0
+                rows += await _beside_server(arguments, folder, gguf, model, name, dtype)
+    unexplained = [row for row in rows if row.unexplained_nats is not None]
+    for row in unexplained:
+        _say(f"{row.peer} at {row.concurrency}: tokens part where our model is sure by {row.unexplained_nats:.2f} nats")
+    return 1 if unexplained else 0
 
 
 def _set_up(name: str, folder: Path) -> Path:
@@ -91,7 +95,8 @@ def _set_up(name: str, folder: Path) -> Path:
 
 async def _beside_server(
     arguments: argparse.Namespace, folder: Path, gguf: Path, model: Path, name: str, dtype: str
-) -> None:
+) -> list[table.Row]:
+    rows = []
     most, context = max(arguments.max_concurrency), arguments.context
     if name == "vllm":
         theirs = servers.vllm(folder, model, THEIR_DTYPE[dtype], most, context)
@@ -114,10 +119,14 @@ async def _beside_server(
                 us.resume()
                 agreed = await _agreement(us, load, runs)
                 us.pause()
-                _keep(arguments, us, theirs.name, them.ready_s, theirs.version, concurrency, runs, agreed)
+                rows.append(_keep(arguments, us, theirs.name, them.ready_s, theirs.version, concurrency, runs, agreed))
+    return rows
 
 
-async def _beside_transformers(arguments: argparse.Namespace, folder: Path, model: Path, dtype: str) -> None:
+async def _beside_transformers(
+    arguments: argparse.Namespace, folder: Path, model: Path, dtype: str
+) -> list[table.Row]:
+    rows = []
     python = environments.transformers(folder)
     async with _ours(arguments, folder, model, dtype, max(arguments.max_concurrency)) as us:
         for concurrency in arguments.max_concurrency:
@@ -134,7 +143,9 @@ async def _beside_transformers(arguments: argparse.Namespace, folder: Path, mode
             us.resume()
             agreed = await _agreement(us, load, runs)
             name = f"transformers {THEIR_DTYPE[dtype]} (static batches)"
-            _keep(arguments, us, name, ready_s, f"transformers {version}", concurrency, runs, agreed)
+            version = f"transformers {version}"
+            rows.append(_keep(arguments, us, name, ready_s, version, concurrency, runs, agreed))
+    return rows
 
 
 @contextlib.asynccontextmanager
@@ -201,7 +212,7 @@ async def _agreement(us: Running, load: Load, runs: dict[str, list[Measured]]) -
 def _keep(
     arguments: argparse.Namespace, us: Running, peer: str, their_ready_s: float, version: str, concurrency: int,
     runs: dict[str, list[Measured]], agreed: dict[str, object] | None,
-) -> None:
+) -> table.Row:
     def median(side: str, key: str) -> float | None:
         values = [one.figures[key] for one in runs[side] if one.figures[key] is not None]
         return statistics.median(values) if values else None
@@ -219,6 +230,7 @@ def _keep(
     )
     table.write(arguments.page, table.merge(table.read(arguments.page.with_suffix(".json")), [row]))
     _say(f"{row.our_name} against {peer} at {concurrency}: {row.ours / row.theirs:.2f}x; kept in {arguments.page}")
+    return row
 
 
 def _load(arguments: argparse.Namespace, concurrency: int, seed: int) -> Load:

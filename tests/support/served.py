@@ -48,7 +48,7 @@ def served(flags: Sequence[str], log: Path) -> Iterator[Served]:
 
 def _addresses(log: Path, process: subprocess.Popen) -> tuple[str, str | None]:
     """From the line that says the server is ready."""
-    end = time.monotonic() + 300
+    end = time.monotonic() + 900  # it may share its cores; a test has a limit of its own
     while time.monotonic() < end and process.poll() is None:
         if found := re.search(r"^ready after .* gRPC on ([^;]+)(?:; HTTP on ([^;]+))?;", log.read_text(), re.MULTILINE):
             return found[1], found[2]

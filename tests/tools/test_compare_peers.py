@@ -10,6 +10,8 @@ import pytest
 
 from jserve.bench.report import RequestRecord
 from jserve.bench.target import Target
+from tests.support.fake_engine import FakeEngine
+from tests.support.grpc_server import serving
 from tools import compare_peers
 from tools.peers import agreement, servers, table
 
@@ -66,3 +68,21 @@ def test_agreement_counts_equal_outputs_and_where_others_part():
     found = agreement.compare(records([1, 2, 3, 4], [5, 6, 7, 8]), records([1, 2, 3, 4], [5, 6, 9, 9]))
     assert (found.num_requests, found.num_equal, found.prefix_share) == (2, 1, 0.75)
     assert agreement.compare(records([1]), records([])) is None, "a server that tells no ids"
+
+
+async def test_a_margin_is_how_much_we_prefer_our_choice_to_theirs():
+    """The scripted model gives its tokens 10, 11, ... -0.5, -1, ... nats, at every position."""
+    def record(*ids):
+        return RequestRecord(3, 0.0, ((1.0, len(ids)),), 1.0, token_ids=ids)
+
+    ours, theirs = [record(10, 7)] * 3, [record(12, 7), record(10, 7), record(900, 7)]
+    async with serving(FakeEngine()) as (server, _):
+        found = await agreement.margins(server.address, [[1, 2, 3]] * 3, ours, theirs)
+    assert found == pytest.approx((1.0, 0.5 * (agreement.NUM_ALTERNATIVES - 1))), "equal outputs have none"
+
+
+def test_float32_tokens_may_part_only_where_rounding_explains_it():
+    parted = {"num_requests": 4, "num_equal": 3, "prefix_share": 0.9, "margins": [0.001]}
+    assert ROW.unexplained_nats is None and replace(ROW, agreement=parted).unexplained_nats is None
+    sure = replace(ROW, agreement=parted | {"margins": [0.001, 0.7]})
+    assert sure.unexplained_nats == 0.7 and replace(sure, peer="vLLM bfloat16").unexplained_nats is None

@@ -74,11 +74,17 @@ def _environment(folder: Path, install: Callable[[Path], None]) -> Path:
     python = folder / "bin" / "python"
     if (folder / DONE).exists():
         return python
-    shutil.rmtree(folder, ignore_errors=True)
-    _run([sys.executable, "-m", "venv", str(folder)])
+    if not _has_pip(python):  # else an interrupted installation goes on
+        shutil.rmtree(folder, ignore_errors=True)
+        _run([sys.executable, "-m", "venv", str(folder)])
     install(python)
     (folder / DONE).touch()
     return python
+
+
+def _has_pip(python: Path) -> bool:
+    command = [str(python), "-m", "pip", "--version"]
+    return python.exists() and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def _requirements(python: Path, package: str) -> list[str]:

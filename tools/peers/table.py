@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tools.peers.agreement import FLOAT32_MARGIN
+
 BEGIN, END = "<!-- peers: begin -->", "<!-- peers: end -->"
 
 
@@ -36,6 +38,13 @@ class Row:
     versions: str
     machine: str
     date: str
+
+    @property
+    def unexplained_nats(self) -> float | None:
+        """How sure our model was where float32 tokens part from float32 tokens, if rounding does not explain it."""
+        margins = (self.agreement or {}).get("margins") or (0.0,)
+        both_float32 = "float32" in self.our_name and "float32" in self.peer
+        return max(margins) if both_float32 and max(margins) > FLOAT32_MARGIN else None
 
     @property
     def key(self) -> tuple[str, str, str, int]:
