@@ -125,6 +125,8 @@ def render(answer: dict[str, object]) -> str:
         f"{'case':<34}{'implementation':>15}{'ms/layer':>10}{'KV GB/s':>9}{'of copy':>9}{'GFLOP/s':>9}"
         f"{'of matrix':>10}",
     ]
+    if answer["device"] == "cpu":
+        lines.insert(0, "no accelerator here: these are the CPU's own implementations, no kernel of an accelerator was run")
     for point in answer["points"]:
         lines.append(
             f"{point['case']:<34}{point['implementation']:>15}{point['ms_per_layer']:>10.3f}"

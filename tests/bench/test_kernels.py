@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from jserve.bench.kernels import work
+from jserve.bench.kernels import render, work
 from jserve.cli import main as cli
 from pallas_kernels.paged_attention.cases import case
 
@@ -31,6 +31,7 @@ def test_a_run_gives_every_point(capsys):
     ]
     assert all(point["ms_per_layer"] > 0 and point["kv_gb_per_s"] > 0 for point in answer["points"])
     assert answer["copy_gb_per_s"] > 0 and answer["mode"] == "kernels"
+    assert render(answer).startswith("no accelerator here: ") and "no accelerator" not in render(answer | {"device": "TPU v4"})
 
 
 @pytest.mark.parametrize("flags, code, message", [
