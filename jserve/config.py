@@ -122,7 +122,7 @@ class ParallelSection:
 @dataclass(frozen=True)
 class KernelSection:
     attention: str | None = None
-    """reference, xla, aligned, llvm_cpu, mosaic_tpu or mosaic_gpu. auto: the best the platform has; an explicit one that cannot serve is an error."""
+    """reference, xla, aligned, llvm_cpu, mosaic_tpu, mosaic_gpu or triton. auto: the best the platform has; an explicit one that cannot serve is an error."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _ONE_OF = {
     "kv.dtype": ("f32", "f16", "bf16", "int8", "fp8", "float32", "float16", "bfloat16"),
     "kv.preemption": ("auto", "recompute", "swap"),
     "scheduler.policy": ("fcfs", "priority", "shortest-remaining", "longest-prefix", "fair"),
-    "kernel.attention": ("reference", "xla", "aligned", "llvm_cpu", "mosaic_tpu", "mosaic_gpu"),
+    "kernel.attention": ("reference", "xla", "aligned", "llvm_cpu", "mosaic_tpu", "mosaic_gpu", "triton"),
     "server.log_format": ("text", "json"),
 }
 

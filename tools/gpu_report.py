@@ -3,19 +3,24 @@
     python tools/gpu_report.py h100                        every kernel case and block copies
     python tools/gpu_report.py h100 llama3-8b/mixed        some of them
     python tools/gpu_report.py h100 --step llama3-8b       the whole forward step, smallest and largest bucket
+    python tools/gpu_report.py h100 --by triton            by an implementation that would not be chosen there
     python tools/gpu_report.py h100 --table                for people
 
 Needs jax's CUDA plugin and ptxas (`pip install jserve[compile]`).  One target a process: Mosaic GPU keeps kernels
-by their source, whatever the target.  A compile runs nothing.
+by their source, whatever the target.  A compile runs nothing.  What Mosaic GPU's compiler says of its own kernels is taken
+from it; Triton's, which XLA compiles with all else, are assembled once more to ask ptxas.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +29,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DUMP = "MOSAIC_GPU_DUMP_TO"
-INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync", "tma": "cp.async.bulk.tensor"}
+INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mma.sync", "tma": "cp.async.bulk.tensor",
+                "cp_async": "cp.async.cg"}
+XLA_FOLDER = "xla"
+"""Within what DUMP names."""
 NUM_LAYERS, NUM_BLOCKS = 2, 2048
 
 
@@ -70,12 +78,14 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("cases", nargs="*")
     parser.add_argument("--step", action="append", default=[], help="a model's whole step; may be repeated")
+    parser.add_argument("--by", help="an implementation [what `choose` takes for the target]")
     parser.add_argument("--table", action="store_true")
     arguments = parser.parse_args()
     prepare_environment()
+    of_implementation = functools.partial(compile_kernels, by=arguments.by), functools.partial(compile_step, by=arguments.by)
     cases = arguments.cases or ([] if arguments.step else [*CASES, *COPIES])
-    programs = [(name, compile_copies if name in COPIES else compile_kernels, (name,)) for name in cases]
-    programs += [(f"{model}/{name}", compile_step, (model, name)) for model in arguments.step for name in STEP_BUCKETS]
+    programs = [(name, compile_copies if name in COPIES else of_implementation[0], (name,)) for name in cases]
+    programs += [(f"{model}/{name}", of_implementation[1], (model, name)) for model in arguments.step for name in STEP_BUCKETS]
     for name, compile_program, its_arguments in programs:
         report = {"program": name, "target": arguments.target} | run(compile_program, arguments.target, *its_arguments)
         print(table_row(report) if arguments.table else json.dumps(report), flush=True)
@@ -89,6 +99,7 @@ def prepare_environment() -> None:
     targets.configure_environment()
     os.environ |= {DUMP: tempfile.mkdtemp(prefix="mosaic-gpu.")}
     os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={os.environ[DUMP]}/{XLA_FOLDER}"
 
 
 def run(compile_program, *arguments) -> dict:
@@ -107,51 +118,84 @@ def run(compile_program, *arguments) -> dict:
             "argument_bytes": memory.argument_size_in_bytes,
             "temporary_bytes": memory.temp_size_in_bytes,
             "pool_copies": len(re.findall(rf"\[{dimensions}\]\S* (?:copy|copy-start)\(", text)),
-            "kernel_calls": len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
-            "kernels": sorted(filter(None, map(read_kernel, folder.glob("*.ptx"))), key=lambda kernel: kernel["name"]),
+            "kernel_calls": len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu\$xla.gpu.triton)', text)),
+            "kernels": read_kernels(folder),
         }
     finally:
         shutil.rmtree(folder)
 
 
-def read_kernel(ptx_file: Path) -> dict:
+def read_kernels(folder: Path) -> list[dict]:
+    mosaic = map(read_mosaic_kernel, folder.glob("*.ptx"))
+    files = [file for file in (folder / XLA_FOLDER).glob("*.ptx") if ".entry jserve_triton" in file.read_text()]
+    triton = {kernel["name"]: kernel for kernel in map(read_triton_kernel, files)}  # of every layer that was compiled alike
+    return sorted([*mosaic, *triton.values()], key=lambda kernel: kernel["name"])
+
+
+def read_mosaic_kernel(ptx_file: Path) -> dict:
     """One kernel, out of its PTX and the assembler's log."""
     ptx, log = ptx_file.read_text(), ptx_file.with_suffix(".ptxas").read_text(errors="replace")
     passes = ptx_file.with_suffix(".mlir-passes.log").read_text(errors="replace")
     shared = re.findall(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
+    return read_kernel(re.sub(r"_\d+$", "", ptx_file.stem), ptx, log, int(shared[-1]) if shared else None)
+
+
+def read_triton_kernel(ptx_file: Path) -> dict:
+    """Its shared memory is asked for at launch, and stands in XLA's plan of launches."""
+    ptx = ptx_file.read_text()
+    name, target = re.search(r"\.entry (\w+)", ptx)[1], re.search(r"\.target (\S+?),?\s", ptx)[1]
+    command = [str(ptxas()), "-v", "--gpu-name", target, str(ptx_file), "-o", os.devnull]
+    finished = subprocess.run(command, capture_output=True, text=True, check=True)
+    plans = "".join(file.read_text() for file in ptx_file.parent.glob("*.thunk_sequence.txt"))
+    shared = re.findall(rf"{name}\b.*?shmem_bytes\W+(\d+)", plans)
+    return read_kernel(re.sub(r"_\d+$", "", name), ptx, finished.stderr, int(shared[-1]) if shared else None)
+
+
+def ptxas() -> Path:
+    """Of the CUDA wheels, or of the PATH."""
+    package = importlib.util.find_spec("nvidia")
+    for folder in package.submodule_search_locations if package else ():
+        for found in Path(folder).glob("*/bin/ptxas"):
+            return found
+    return Path(shutil.which("ptxas") or "ptxas")
+
+
+def read_kernel(name: str, ptx: str, log: str, shared_bytes: int | None) -> dict:
     return {
-        "name": re.sub(r"_\d+$", "", ptx_file.stem),
+        "name": name,
         "ptx_target": re.search(r"\.target (\S+?),?\s", ptx)[1],
         "registers": int(re.search(r"Used (\d+) registers", log)[1]),
         "spill_bytes": sum(map(int, re.findall(r"(\d+) bytes spill stores", log))),
         "stack_bytes": sum(map(int, re.findall(r"(\d+) bytes stack frame", log))),
         "warnings": re.findall(r"warning.*", log),
-        "shared_bytes": int(shared[-1]) if shared else None,
+        "shared_bytes": shared_bytes,
         "threads": int(re.search(r"\.(?:req|max)ntid (\d+)", ptx)[1]),
         **{name: ptx.count(opcode) for name, opcode in INSTRUCTIONS.items()},
     }
 
 
-def compile_kernels(target: str, case: str):
+def compile_kernels(target: str, case: str, by: str | None = None):
     """One layer's attention: (compiled, pool)."""
     import jax
     import jax.numpy as jnp
 
     from pallas_kernels import targets
-    from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, layout, paged_attention, prepare
+    from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, choose, layout, paged_attention, prepare
 
+    targets.devices(target)  # the kernels now know what they are compiled for
     name, bucket = case.split("/")
     shape, (num_tokens, num_rows, decode_only) = SHAPES[name], BUCKETS[bucket]
     pool_layout = layout("gpu", shape.num_kv_heads, shape.head_dim, shape.block_size, shape.dtype)
     fields = shape.sliding_window, shape.soft_cap, shape.has_sinks, decode_only
     spec = AttentionSpec(shape.head_dim**-0.5, *fields)
+    implementation = choose("gpu", pool_layout, spec, by)
     optional = {"sinks": jnp.zeros(shape.num_kv_heads * shape.group)} if shape.has_sinks else {}
     if pool_layout.dtype.itemsize == 1:
         optional |= {"k_scale": jnp.ones(shape.num_kv_heads), "v_scale": jnp.ones(())}
 
     def step(q, k, v, pool, layer, batch):
-        metadata = prepare(batch, num_tokens, pool_layout, spec, "mosaic_gpu")
-        static = {"layout": pool_layout, "spec": spec, "implementation": "mosaic_gpu"}
+        metadata = prepare(batch, num_tokens, pool_layout, spec, implementation)
+        static = {"layout": pool_layout, "spec": spec, "implementation": implementation}
         return paged_attention(q, k, v, pool, layer, metadata, **static, **optional)
 
     i32 = lambda *size: jax.ShapeDtypeStruct(size, jnp.int32)
@@ -184,7 +228,7 @@ def compile_copies(target: str, name: str):
     return targets.compile_for(target, run, *operands, donate=() if function is gather_blocks else (0,)), pool
 
 
-def compile_step(target: str, model: str, bucket: str):
+def compile_step(target: str, model: str, bucket: str, by: str | None = None):
     """Forward, logits of one row a sequence, greedy ids; the pool donated: (compiled, pool)."""
     import jax
     import jax.numpy as jnp
@@ -192,11 +236,13 @@ def compile_step(target: str, model: str, bucket: str):
     from jserve.models import llama
     from jserve.models.inputs import AttentionPlan, ForwardInputs
     from pallas_kernels import targets
-    from pallas_kernels.paged_attention import RaggedBatch, layout
+    from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, choose, layout
 
+    targets.devices(target)
     config, (num_tokens, num_rows, decode_only) = model_config(model), STEP_BUCKETS[bucket]
     pool_layout = layout("gpu", config.num_kv_heads, config.head_dim, 64, "bfloat16")
-    plan = AttentionPlan("mosaic_gpu", (pool_layout,), decode_only)
+    implementation = choose("gpu", pool_layout, AttentionSpec(config.head_dim**-0.5), by)
+    plan = AttentionPlan(implementation, (pool_layout,), decode_only)
 
     def step(params, pool, inputs, sampled_rows):
         hidden, (pool,) = llama.forward(params, config, (pool,), inputs, plan)
@@ -232,10 +278,10 @@ def model_config(name: str):
 def table_row(report: dict) -> str:
     lines = []
     for kernel in report["kernels"]:
-        cells = (
-            report["program"], report["target"], kernel["name"], kernel["ptx_target"], kernel["wgmma"], kernel["tma"],
-            kernel["threads"], kernel["registers"], kernel["spill_bytes"], kernel["shared_bytes"],
-        )  # fmt: skip
+        products, copies = ("wgmma", "tcgen05", "mma"), ("tma", "cp_async")
+        found = (next((kernel[name] for name in names if kernel[name]), 0) for names in (products, copies))
+        facts = (kernel[name] for name in ("threads", "registers", "spill_bytes", "shared_bytes"))
+        cells = report["program"], report["target"], kernel["name"], kernel["ptx_target"], *found, *facts
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     mib = lambda name: f"{report[name] / 2**20:.1f} MiB"
     lines.append(

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch
 from pallas_kernels.paged_attention.layout import PoolLayout, spread
 
-IMPLEMENTATIONS = ("reference", "xla", "aligned", "llvm_cpu", "mosaic_tpu", "mosaic_gpu")
+IMPLEMENTATIONS = ("reference", "xla", "aligned", "llvm_cpu", "mosaic_tpu", "mosaic_gpu", "triton")
 LOGGER = logging.getLogger(__name__)
-_ORDER = {"cpu": ("llvm_cpu", "xla"), "gpu": ("mosaic_gpu", "xla"), "tpu": ("mosaic_tpu", "xla")}
+_ORDER = {"cpu": ("llvm_cpu", "xla"), "gpu": ("mosaic_gpu", "triton", "xla"), "tpu": ("mosaic_tpu", "xla")}
 
 
 def choose(platform: str, layout: PoolLayout, spec: AttentionSpec, implementation: str | None = None) -> str:

@@ -10,22 +10,17 @@ hardware (docs/kernels-gpu.md).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch, TokenRows, token_rows
-from pallas_kernels.paged_attention.layout import PoolLayout, pack, write_tokens
-from pallas_kernels.paged_attention.mosaic_gpu_chunk import (
-    TOKENS_PER_TILE,
-    QueryTiles,
-    attend_chunks,
-    of_tokens,
-    query_tiles,
-    tokens_per_tile,
-)
+from pallas_kernels.paged_attention import gpu_step
+from pallas_kernels.paged_attention.batch import AttentionSpec
+from pallas_kernels.paged_attention.gpu_step import GpuMetadata, prepare
+from pallas_kernels.paged_attention.layout import PoolLayout
+from pallas_kernels.paged_attention.mosaic_gpu_chunk import attend_chunks
 from pallas_kernels.paged_attention.mosaic_gpu_decode import decode_attention
+from pallas_kernels.paged_attention.mosaic_gpu_ops import WARPGROUP_ROWS
 from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
     NARROW_TYPES,
     SHARED_BYTES,
@@ -35,28 +30,16 @@ from pallas_kernels.paged_attention.mosaic_gpu_tiles import (
     default_tiles,
     fits_tiles,
 )
+from pallas_kernels.paged_attention.query_tiles import of_tokens, tokens_per_tile
 from pallas_kernels.paged_attention.tuned import tuned
+
+__all__ = ["attend", "prepare", "validate"]
 
 POOL_TYPES = (*WIDE_TYPES, *NARROW_TYPES)
 INSTRUCTIONS = {"9.0": "wgmma", "10.0": "tcgen05"}
 """By compute capability: H100 and H200, B200."""
 HEAD_DIMS = {"wgmma": 256, "tcgen05": 128}
 """Up to here; beyond, registers spill."""
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class GpuMetadata:
-    """A step's geometry as the kernels walk it."""
-
-    tokens: TokenRows
-    tables: jax.Array  # i32[S, max_blocks]
-    kv_lens: jax.Array  # i32[S]
-    decode_lens: jax.Array  # i32[S]: 0 for rows that are no decode
-    num_decodes: jax.Array  # i32[]: flat tokens before this one are decodes
-    query_tiles: dict[int, QueryTiles]
-    """By tokens a tile.  A step's geometry does not know how many query heads share a kv head: attend() takes one of
-    these, and the compiler drops the others."""
 
 
 def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles | None = None) -> None:
@@ -89,22 +72,6 @@ def validate(layout: PoolLayout, spec: AttentionSpec, tiles: GpuTiles | None = N
             )
 
 
-def prepare(batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: AttentionSpec) -> GpuMetadata:
-    num_rows, max_blocks = batch.block_tables.shape
-    # A row longer than its table would read past it: it is a bug of the caller, and is treated as padding.
-    kv_lens = jnp.where(batch.kv_lens <= max_blocks * layout.block_size, batch.kv_lens, 0)
-    is_decode = spec.decode_only | (jnp.arange(num_rows) < batch.num_decodes)
-    sizes = () if spec.decode_only else TOKENS_PER_TILE
-    return GpuMetadata(
-        tokens=token_rows(batch, num_tokens, layout.block_size, spec),
-        tables=batch.block_tables,
-        kv_lens=kv_lens,
-        decode_lens=jnp.where(is_decode, kv_lens, 0),
-        num_decodes=batch.num_decodes,
-        query_tiles={size: query_tiles(batch, num_tokens, size) for size in sizes},
-    )
-
-
 def attend(
     q,
     k,
@@ -122,37 +89,19 @@ def attend(
     interpret=False,
 ):
     """See `api.paged_attention`.  `interpret` takes InterpretGPUParams in tests."""
-    tokens = metadata.tokens
-    pool = write_tokens(pool, layer, tokens.block, tokens.offset, pack(k, v, layout, k_scale, v_scale))
     tiles = tiles or tuned(_default_tiles(layout), "mosaic_gpu", layout)
     static = {"layout": layout, "spec": spec, "tiles": tiles, "interpret": interpret}
 
-    num_tokens, num_heads, _ = q.shape
-    per_head = lambda scale: jnp.repeat(jnp.broadcast_to(scale, layout.num_kv_heads), num_heads // layout.num_kv_heads)
-    wide_q = jnp.pad(q.astype(compute_type(layout)), ((0, 0), (0, 0), (0, layout.lanes - layout.head_dim)))
-    logit_scales = jnp.broadcast_to(jnp.float32(spec.scale) * (1 if k_scale is None else k_scale), layout.num_kv_heads)
+    def chunks(q, pool, layer, logit_scales, metadata):
+        group = q.shape[1] // layout.num_kv_heads
+        size = tokens_per_tile(tiles.chunk_warpgroups * WARPGROUP_ROWS, group)
+        chosen = metadata.query_tiles[size]
+        out, log_sum = attend_chunks(q, pool, layer, logit_scales, metadata.tables, metadata.kv_lens, chosen, **static)
+        return out, of_tokens(log_sum, chosen, size, group, q.shape[0])
 
-    num_candidates = min(metadata.tables.shape[0], num_tokens)  # a decode's row and flat token have the same number
-    candidates = metadata.tables[:num_candidates], metadata.decode_lens[:num_candidates]
-    out, log_sum = decode_attention(wide_q[:num_candidates], pool, layer, logit_scales, *candidates, **static)
-    if not spec.decode_only:
-        group = num_heads // layout.num_kv_heads
-        size = tokens_per_tile(tiles, group)
-        chunks = metadata.query_tiles[size]
-        geometry = metadata.tables, metadata.kv_lens, chunks
-        chunked, chunk_log_sum = attend_chunks(wide_q, pool, layer, logit_scales, *geometry, **static)
-        is_decode = jnp.arange(num_tokens)[:, None] < metadata.num_decodes
-        padding = ((0, num_tokens - num_candidates), (0, 0))
-        out = jnp.where(is_decode[..., None], jnp.pad(out, (*padding, (0, 0))), chunked)
-        if sinks is not None:
-            chunk_log_sum = of_tokens(chunk_log_sum, chunks, size, group, num_tokens)
-            log_sum = jnp.where(is_decode, jnp.pad(log_sum, padding), chunk_log_sum)
-    if sinks is not None:  # one more term of the denominator
-        out = out * jax.nn.sigmoid(log_sum - sinks.astype(jnp.float32))[..., None]
-    if v_scale is not None:
-        out = out * per_head(v_scale)[:, None]
-    is_live = (tokens.position >= 0)[:, None, None]
-    return jnp.where(is_live, out[..., : layout.head_dim], 0).astype(q.dtype), pool
+    decode = functools.partial(decode_attention, **static)
+    options = {"layout": layout, "spec": spec, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+    return gpu_step.attend(decode, chunks, compute_type(layout), q, k, v, pool, layer, metadata, **options)
 
 
 def compute_capability() -> str:

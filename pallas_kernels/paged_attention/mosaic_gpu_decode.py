@@ -24,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.paged_attention.batch import AttentionSpec
+from pallas_kernels.paged_attention.gpu_step import join_splits, online_softmax
 from pallas_kernels.paged_attention.layout import DEAD_BLOCK, PoolLayout
 from pallas_kernels.paged_attention.mosaic_gpu_ops import (
     COMPILER_PARAMS,
@@ -101,7 +102,7 @@ def decode_attention(
         kernel_name="jserve_decode",
     )
     out, log_sum = kernel(q_RKGH, pool, tables, lens, logit_scales, jnp.reshape(i32(layer), (1,)))
-    out, log_sum = _join_splits(out[:, :, :, :part], log_sum[..., :part])  # [R, K * parts, part, ...]
+    out, log_sum = join_splits(out[:, :, :, :part], log_sum[..., :part])  # [R, K * parts, part, ...]
     out = out.reshape(num_rows, layout.num_kv_heads, -1, lanes)[:, :, :group]
     log_sum = log_sum.reshape(num_rows, layout.num_kv_heads, -1)[:, :, :group]
     return out.reshape(num_rows, num_heads, lanes), log_sum.reshape(num_rows, num_heads)
@@ -268,21 +269,3 @@ def scaled_logits(products: jax.Array, spec: AttentionSpec, scale: jax.Array) ->
     if spec.soft_cap is None:
         return products * (scale * LOG2_E)
     return jnp.tanh(products * (scale * (1 / spec.soft_cap))) * (spec.soft_cap * LOG2_E)
-
-
-def online_softmax(logits: jax.Array, total: jax.Array, largest: jax.Array):
-    """(weights, new total, new largest, factor for what was accumulated)."""
-    new_largest = jnp.maximum(largest, logits.max(axis=1))
-    factor = jnp.exp2(largest - new_largest)
-    weights = jnp.exp2(logits - lax.broadcast_in_dim(new_largest, logits.shape, [0]))
-    return weights, total * factor + weights.sum(axis=1), new_largest, factor
-
-
-def _join_splits(out: jax.Array, log_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """out [R, K, splits, G, lanes], log_sum [R, K, splits, G] in base 2 -> without splits, log_sum natural."""
-    largest = log_sum.max(axis=2)
-    weights = jnp.where(log_sum > MASKED / 2, jnp.exp2(log_sum - largest[:, :, None]), 0.0)
-    total = weights.sum(axis=2)
-    share = weights / jnp.maximum(total, 1e-30)[:, :, None]
-    joined = (share[..., None] * out).sum(axis=2)
-    return joined, jnp.where(total > 0, (largest + jnp.log2(jnp.maximum(total, 1e-30))) / LOG2_E, MASKED)

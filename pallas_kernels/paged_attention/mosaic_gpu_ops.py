@@ -6,7 +6,6 @@ rule, by plain reads of the same buffers: a read before its data has arrived the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,14 +16,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.paged_attention.gpu_step import LOG2_E, MASKED
+
 # Warpgroup semantics refuse what lane semantics would silently compile to wrong data: a TMA copy into tiled shared memory
 # whose start row is not known to be a multiple of 8.
 COMPILER_PARAMS = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
 WARPGROUP_ROWS = 64
 """Rows of one wgmma."""
-MASKED = -1e30
-"""A masked logit: finite, so that a row with nothing visible yet gives exp2(0) and later a factor 0, never inf - inf."""
-LOG2_E = math.log2(math.e)
 NARROW_COLUMNS = 64
 """Bytes of swizzle of 8-bit tiles, whose columns are widened in parts: few registers are needed."""
 _BEFORE_0_11 = tuple(int(x) for x in jax.__version__.split(".")[:2]) < (0, 11)

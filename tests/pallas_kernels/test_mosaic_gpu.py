@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("jax._src.pallas.mosaic_gpu.interpret.params", exc_type=ImportError)
 
 from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, choose, layout, mosaic_gpu  # noqa: E402
-from pallas_kernels.paged_attention import mosaic_gpu_chunk, mosaic_gpu_decode  # noqa: E402
+from pallas_kernels.paged_attention import mosaic_gpu_chunk, mosaic_gpu_decode, query_tiles  # noqa: E402
 from pallas_kernels.paged_attention.cases import Case, Heads  # noqa: E402
 from pallas_kernels.paged_attention.mosaic_gpu_tiles import GpuTiles  # noqa: E402
 from tests.support.gpu_interpreter import RACES, check, compile_threads_once, make_inputs  # noqa: E402
@@ -182,7 +182,7 @@ class TestPlantedBugs:
 
 def test_query_tiles_cover_every_chunk_token_once():
     """200 random steps against a loop over tokens."""
-    make = jax.jit(mosaic_gpu_chunk.query_tiles, static_argnums=(1, 2))
+    make = jax.jit(query_tiles.query_tiles, static_argnums=(1, 2))
     for seed in range(200):
         rng = np.random.default_rng(seed)
         num_decodes, size = int(rng.integers(0, 4)), (21, 32)[seed % 2]
@@ -219,31 +219,45 @@ class TestChoice:
         assert choose("gpu", layout("gpu", 8, head_dim, 64, dtype), self.SPEC) == "mosaic_gpu"
 
     @pytest.mark.parametrize(("fields", "reason"), [
-        ((8, 512, 64, "bfloat16"), "head_dim=512: at most 256 with wgmma"),
-        ((8, 128, 64, "float32"), "a pool of float32, not bfloat16, float16, int8"),
-        ((8, 128, 48, "bfloat16"), "block_size=48: a multiple of 8 that divides the 64 keys of a tile"),
-    ], ids=["head of 512", "float32", "block of 48"])  # fmt: skip
-    def test_what_they_cannot_serve_falls_back_unless_it_was_asked_for(self, fields, reason, caplog):
+        ((8, 512, 64, "bfloat16"), "head_dim=512: at most 256 with wgmma.*; triton: head_dim=512: at most 256"),
+        ((8, 128, 64, "float32"), "a pool of float32, not bfloat16, float16, int8.*; triton: a pool of float32"),
+    ], ids=["head of 512", "float32"])  # fmt: skip
+    def test_what_no_kernel_can_serve_falls_back_unless_it_was_asked_for(self, fields, reason, caplog):
         refused = layout("gpu", *fields)
         with caplog.at_level("INFO"):
             assert choose("gpu", refused, self.SPEC) == "xla"
         assert re.search(f"attention on gpu.* by xla; not by mosaic_gpu: {reason}", caplog.text)
+        for name, of_name in zip(("mosaic_gpu", "triton"), reason.split(".*; triton: ")):
+            with pytest.raises(NotImplementedError, match=of_name):
+                choose("gpu", refused, self.SPEC, name)
+
+    def test_what_they_cannot_serve_goes_to_triton_unless_it_was_asked_for(self, caplog):
+        refused, reason = layout("gpu", 8, 128, 48, "bfloat16"), "block_size=48: a multiple of 8 that divides the 64 keys"
+        with caplog.at_level("INFO"):
+            assert choose("gpu", refused, self.SPEC) == "triton"
+        assert re.search(f"attention on gpu.* by triton; not by mosaic_gpu: {reason}", caplog.text)
         with pytest.raises(NotImplementedError, match=reason):
             choose("gpu", refused, self.SPEC, "mosaic_gpu")
 
-    def test_blackwell_serves_heads_up_to_128(self, monkeypatch):
+    def test_blackwell_serves_heads_up_to_128_and_triton_larger_ones(self, monkeypatch):
         monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: "10.0")
         assert choose("gpu", layout("gpu", 8, 128, 64, "int8"), self.SPEC) == "mosaic_gpu"
+        assert choose("gpu", layout("gpu", 8, 256, 64, "bfloat16"), self.SPEC) == "triton"
         with pytest.raises(NotImplementedError, match="head_dim=256: at most 128 with tcgen05"):
             choose("gpu", layout("gpu", 8, 256, 64, "bfloat16"), self.SPEC, "mosaic_gpu")
 
-    @pytest.mark.parametrize("capability", ["8.0", "8.9"], ids=["A100", "L4"])
-    def test_other_cards_fall_back_and_the_log_says_why(self, capability, monkeypatch, caplog):
+    @pytest.mark.parametrize(("capability", "dtype", "chosen", "why"), [
+        ("8.0", "bfloat16", "triton", ""),
+        ("8.9", "float16", "triton", ""),
+        ("8.9", "int8", "xla", "; triton: a pool of int8, not bfloat16, float16"),
+        ("7.5", "float16", "xla", "; triton: compute capability 7.5: the kernels need 8.0"),
+    ], ids=["A100", "L4", "L4 with 8 bits", "T4"])  # fmt: skip
+    def test_other_cards_and_the_log_says_why(self, capability, dtype, chosen, why, monkeypatch, caplog):
         monkeypatch.setattr(mosaic_gpu, "compute_capability", lambda: capability)
-        served, reason = layout("gpu", 8, 128, 64, "bfloat16"), f"compute capability {capability}: the kernels are written for 9.0"
+        served, reason = layout("gpu", 8, 128, 64, dtype), f"compute capability {capability}: the kernels are written for 9.0"
         with caplog.at_level("INFO"):
-            assert choose("gpu", served, self.SPEC) == "xla"
-        assert re.search(f"attention on gpu.* by xla; not by mosaic_gpu: {reason} and 10.0", caplog.text)
+            assert choose("gpu", served, self.SPEC) == chosen
+        assert re.search(f"attention on gpu.* by {chosen}; not by mosaic_gpu: {reason} and 10.0.*{why}", caplog.text)
         with pytest.raises(NotImplementedError, match=reason):
             choose("gpu", served, self.SPEC, "mosaic_gpu")
 

@@ -15,7 +15,7 @@ from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from pallas_kernels.paged_attention import mosaic_gpu, paged_attention, prepare
+from pallas_kernels.paged_attention import mosaic_gpu, paged_attention, prepare, triton
 from pallas_kernels.paged_attention.cases import Case, Inputs, build
 from pallas_kernels.paged_attention.mosaic_gpu_tiles import GpuTiles
 
@@ -69,9 +69,22 @@ def run_reference(inputs: Inputs) -> tuple[np.ndarray, jax.Array]:
     return np.asarray(out), pool
 
 
-def check(inputs: Inputs, tolerance: float, reference: Inputs | None = None, **options) -> None:
+def run_triton(inputs: Inputs, spec=None):
+    """(out, pool) of the Triton kernels, interpreted program by program."""
+    spec = spec or inputs.case.spec
+
+    def step(q, k, v, pool, batch, extras):
+        metadata = prepare(batch, q.shape[0], inputs.layout, spec, "triton")
+        options = {"layout": inputs.layout, "spec": spec, "interpret": True}
+        return triton.attend(q, k, v, pool, LAYER, metadata, **options, **extras)
+
+    arguments = inputs.q, inputs.k, inputs.v, inputs.pool, inputs.batch, inputs.extras
+    return jax.jit(step, compiler_options=QUICK)(*arguments)
+
+
+def check(inputs: Inputs, tolerance: float, reference: Inputs | None = None, run=run_kernel, **options) -> None:
     """Live rows are the reference's, padding rows are 0, and the pool is bit for bit the reference's but for the dead block."""
-    out, pool = run_kernel(inputs, **options)
+    out, pool = run(inputs, **options)
     expected, expected_pool = run_reference(reference or inputs)
     out = np.asarray(out.astype(jnp.float32))
     assert np.isfinite(out).all(), "NaN reached an output"
