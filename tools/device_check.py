@@ -177,7 +177,8 @@ def numerics(name: str, sizes: Sizes) -> Iterator[Row]:
     run = jax.jit(attend, static_argnums=0)
     wide = [x.astype(jnp.float32) for x in (inputs.q, inputs.k, inputs.v)]
     expected = np.asarray(run("reference", *wide))[inputs.live]
-    for implementation in ("xla",) if sizes.platform == "cpu" else ("xla", f"mosaic_{sizes.platform}"):
+    kernels = {"cpu": (), "gpu": ("mosaic_gpu", "triton"), "tpu": ("mosaic_tpu",)}[sizes.platform]
+    for implementation in ("xla", *kernels):
         try:
             choose(sizes.platform, inputs.layout, case.spec, implementation)
         except NotImplementedError as refusal:
