@@ -31,6 +31,8 @@ class ModelSection:
     """Weights and activations: float32 or bfloat16. auto: float32 on CPU, bfloat16 elsewhere."""
     quantize: str = "none"
     """int8: matrices in 8 bits with a scale a row, 8-bit products; made while loading. none: as dtype says."""
+    keep_packed: bool = True
+    """Matrices of a GGUF file (Q4_0, Q4_1, Q8_0) stay in its bits where the CPU multiplies them as exactly as in float32."""
     context_length: int | None = None
     """Longest prompt + output in tokens. auto: what the model was made for."""
     generation_config: str = "auto"

@@ -93,6 +93,7 @@ def build_engine(config: Config, report: Report | None = None) -> AsyncEngine:
         context_length=config.model.context_length,
         placement=placement,
         progress=lambda done, total: report.progress("load weights", done, total),
+        keep_packed=config.model.keep_packed,
     )
     return assemble_engine(config, model, load_tokenizer(model), report, placement)
 

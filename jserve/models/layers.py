@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jserve.models.config import RopeScaling
+from jserve.models.packed import PackedMatrix, packed_dot
 from jserve.models.quantized import QuantizedMatrix, quantized_dot
 from pallas_kernels.cpu.ops import matmul, serves_matmul
 
@@ -30,7 +31,10 @@ def rms_norm(x_TD: jax.Array, weight_D: jax.Array, eps: float, adds_one: bool = 
 
 
 def linear(
-    x_TD: jax.Array, weight: jax.Array | QuantizedMatrix, bias: jax.Array | None = None, sum_over: str | None = None
+    x_TD: jax.Array,
+    weight: jax.Array | QuantizedMatrix | PackedMatrix,
+    bias: jax.Array | None = None,
+    sum_over: str | None = None,
 ) -> jax.Array:
     """x @ weight.T (+ bias) for a weight [out, D], accumulated in float32, in x's dtype.
 
@@ -43,6 +47,8 @@ def linear(
     """
     if isinstance(weight, QuantizedMatrix):
         y = quantized_dot(x_TD, weight)
+    elif isinstance(weight, PackedMatrix):
+        y = packed_dot(x_TD, weight)
     elif x_TD.dtype.itemsize == 2:
         y = jax.lax.dot_general(x_TD, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     else:

@@ -23,6 +23,7 @@ import numpy as np
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan, ForwardInputs, attention_spec
 from jserve.models.layers import apply_rope, cpu_kernel_or, dot_precision, linear, rms_norm, rope_table
+from jserve.models.packed import PackedMatrix, packed_dot
 from jserve.models.quantized import QuantizedMatrix, quantized_dot, take_rows
 from jserve.models.row_tiles import in_tiles
 from jserve.models.run_layers import run_layers
@@ -164,6 +165,8 @@ def logits(params: LlamaParams, config: ModelConfig, hidden_RD: jax.Array) -> ja
     head_VD = params.embedding if params.head is None else params.head
     if isinstance(head_VD, QuantizedMatrix):
         logits_RV = quantized_dot(hidden_RD, head_VD)
+    elif isinstance(head_VD, PackedMatrix):
+        logits_RV = packed_dot(hidden_RD, head_VD)
     else:
         precision = dot_precision(hidden_RD.dtype)
         dot = functools.partial(jnp.einsum, "RD,VD->RV", precision=precision, preferred_element_type=jnp.float32)
@@ -174,10 +177,10 @@ def logits(params: LlamaParams, config: ModelConfig, hidden_RD: jax.Array) -> ja
     return logits_RV if axis is None else jax.lax.all_gather(logits_RV, axis, axis=1, tiled=True)
 
 
-def _vocab_axis(table: jax.Array | QuantizedMatrix, config: ModelConfig) -> str | None:
+def _vocab_axis(table: jax.Array | QuantizedMatrix | PackedMatrix, config: ModelConfig) -> str | None:
     """The mesh axis over which an embedding or head is split; None: it is whole here."""
-    rows = table.values if isinstance(table, QuantizedMatrix) else table
-    return None if rows.shape[0] == config.vocab_size else config.shard_axis
+    [num_rows] = {leaf.shape[0] for leaf in jax.tree.leaves(table)}
+    return None if num_rows == config.vocab_size else config.shard_axis
 
 
 def _qkv(x_TD: jax.Array, weights: LlamaLayers, config: ModelConfig, rope: tuple[jax.Array, jax.Array]):

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.models.packed import PackedMatrix, take_packed_rows
+
 MIN_ROWS = 8
 """Fewer activation rows are padded to this: XLA's matrix-vector product would widen the weights to int32 instead."""
 _DIGIT = 254
@@ -53,7 +55,7 @@ def quantized_dot(x_TD: jax.Array, weight: QuantizedMatrix) -> jax.Array:
 
 
 def take_rows(
-    table: jax.Array | QuantizedMatrix, ids: jax.Array, dtype: np.dtype, sum_over: str | None = None
+    table: jax.Array | QuantizedMatrix | PackedMatrix, ids: jax.Array, dtype: np.dtype, sum_over: str | None = None
 ) -> jax.Array:
     """[T, D] rows of an embedding [V, D]; ids were checked at the edge (mode="clip" spares code for negative ones).
 
@@ -65,6 +67,8 @@ def take_rows(
         ids = ids - num_rows * jax.lax.axis_index(sum_over)
         is_here = (ids >= 0) & (ids < num_rows)
         return jax.lax.psum(jnp.where(is_here[:, None], take_rows(table, ids, dtype), 0), sum_over)
+    if isinstance(table, PackedMatrix):
+        return take_packed_rows(table, ids).astype(dtype)
     if not isinstance(table, QuantizedMatrix):
         return jnp.take(table, ids, axis=0, mode="clip")
     values = jnp.take(table.values, ids, axis=0, mode="clip").astype(jnp.float32)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.models.packed import packed_row_bytes
 from jserve.models.quantized import QuantizedMatrix, quantize_rows
 from jserve.parallel.placement import Placement
 
@@ -52,6 +53,8 @@ class ParamSpec:
     """Axis 0 counts layers, and each layer has its own checkpoint tensors."""
     quantized: bool = False
     """Kept as a QuantizedMatrix of this shape."""
+    packed: str | None = None
+    """Kept as a PackedMatrix of this shape and encoding."""
 
     def __post_init__(self):
         assert len(self.shape) == len(self.logical_axes), self
@@ -72,6 +75,8 @@ class ParamSpec:
 
     @property
     def num_bytes(self) -> int:
+        if self.packed is not None:
+            return math.prod(self.shape[:-1]) * packed_row_bytes(self.shape[-1], self.packed)
         if self.quantized:
             return math.prod(self.shape) + 4 * math.prod(self.shape[:-1])
         return math.prod(self.shape) * self.dtype.itemsize

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jserve.models.packed import PackedMatrix
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan
 from jserve.models.registry import model_code
@@ -36,7 +37,7 @@ from jserve.sampling.sampler import VARIANTS, SamplerVariant, sample
 from jserve.sampling.scores import hide_unreal, largest, normalizer
 from jserve.sampling.shaping import ShapingRows
 from jserve.scheduler.buckets import bucket_for
-from pallas_kernels.cpu.ops import register_kernels
+from pallas_kernels.cpu.ops import register_kernels, why_no_tiles
 from pallas_kernels.paged_attention import PoolLayout
 from pallas_kernels.targets import step_compiler_options
 
@@ -216,7 +217,7 @@ class ProgramSet:
     ) -> None:
         """Makes every program of the plan ready to run; `store` has executables of earlier starts."""
         if self._layouts[0].platform == "cpu":
-            register_kernels()
+            register_kernels(_encodings(params))
         self._compiled = compile_all(
             self.jobs(params), num_threads, progress, store, self.compiler_options, self.placement.devices
         )
@@ -247,6 +248,8 @@ class ProgramSet:
         facts |= {"pool layouts": repr(self._layouts), "pool shapes": repr(self._pool_shapes)}
         facts |= {"attention": self.implementation, "tokens of the tokenizer": repr(self._num_real_tokens)}
         facts |= {"blocks of a sequence": repr(self._max_blocks)}
+        if self._layouts[0].platform == "cpu":
+            facts |= {"no matrix tiles": repr(why_no_tiles()), "encodings": repr(sorted(_encodings(params)))}
         layers = params.layers[0] if params.by_layer else params.layers
         for path, leaf in jax.tree_util.tree_leaves_with_path((params.outer, layers)):
             facts[f"parameter {jax.tree_util.keystr(path)}"] = f"{leaf.dtype}{list(leaf.shape)}{_spread(leaf.sharding)}"
@@ -342,6 +345,12 @@ def _select_rows(hidden_TD, rows):
 
 def _add_rows(sums_ND, rows_CD, places):
     return sums_ND.at[places].add(rows_CD.astype(jnp.float32), mode="drop")  # no row's NaN reaches another's sum
+
+
+def _encodings(params: ServedParams) -> set[str]:
+    """Of matrices that stay packed."""
+    is_packed = lambda node: isinstance(node, PackedMatrix)
+    return {node.encoding for node in jax.tree.leaves((params.outer, params.layers), is_leaf=is_packed) if is_packed(node)}
 
 
 def _spread(sharding: jax.sharding.Sharding | None) -> str:

@@ -6,6 +6,7 @@ The header is parsed here because the `gguf` package's reader makes numpy views 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import mmap
 import re
@@ -180,13 +181,8 @@ def _with_halves_first(tensor: StoredTensor, head_dim: int) -> StoredTensor:
     """Rows of a head, stored: 0, H/2, 1, H/2 + 1, ...; wanted: 0, 1, ..., H/2, H/2 + 1, ..."""
     if tensor.num_rows % head_dim:
         raise WeightsError(f"{tensor.file}: tensor {tensor.name}: {tensor.num_rows} rows are no heads of {head_dim}")
-    stored_order = tensor.decode
 
-    def decode(data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-        rows = stored_order(data, shape)
-        pairs = rows.reshape(-1, head_dim // 2, 2, *shape[1:])
-        return pairs.swapaxes(1, 2).reshape(shape)
+    def reorder(rows: np.ndarray) -> np.ndarray:
+        return rows.reshape(-1, head_dim // 2, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
-    return StoredTensor(
-        tensor.name, tensor.shape, tensor.encoding, tensor.file, tensor.offset, tensor.num_bytes, decode, head_dim
-    )
+    return dataclasses.replace(tensor, row_granularity=head_dim, reorder=reorder)

@@ -6,6 +6,7 @@ checkpoint.  Every tensor is read once, and each device gets its part of a param
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -18,6 +19,7 @@ import jax
 import numpy as np
 
 from jserve.models.config import ModelConfig, ModelError
+from jserve.models.packed import PackedMatrix, can_pack, packed_row_bytes
 from jserve.models.quantized import QuantizedMatrix, quantize_rows
 from jserve.models.registry import model_code
 from jserve.models.spec import ParamSpec, Piece, checkpoint_tensors, leaves, num_bytes
@@ -25,6 +27,7 @@ from jserve.parallel.placement import Placement, on_devices
 from jserve.weights.checkpoint import HEAD, Checkpoint, open_checkpoint
 from jserve.weights.errors import WeightsError
 from jserve.weights.tensor import StoredTensor
+from pallas_kernels.cpu.ops import why_no_tiles
 
 Progress = Callable[[int, int], None]
 """(bytes of parameters that are in place, bytes of all parameters)"""
@@ -52,11 +55,13 @@ def load_model(
     context_length: int | None = None,
     placement: Placement | None = None,
     progress: Progress | None = None,
+    keep_packed: bool = False,
 ) -> LoadedModel:
     """The model at `path` (a GGUF file, or a folder with safetensors or an Orbax checkpoint) with weights in `dtype`.
 
     `quantize` "int8" keeps the matrices as QuantizedMatrix, made row by row while they are read.
-    `placement` None is jax's default device.  Raises ModelError (WeightsError where the files are at fault).
+    `keep_packed` keeps a GGUF file's matrices in its own 4 or 8 bits where the CPU's matmul expands them to the same float32
+    numbers as it reads them.  `placement` None is jax's default device.  Raises ModelError (WeightsError where the files are at fault).
     """
     checkpoint = path if isinstance(path, Checkpoint) else open_checkpoint(path)
     placement = placement or on_devices(jax.devices()[:1])
@@ -66,6 +71,8 @@ def load_model(
         specs = param_specs(num_shards=placement.num_shards)
     except ModelError as error:
         raise WeightsError(f"{checkpoint.path}: {error}") from None
+    if keep_packed and checkpoint.arrays is None and packs_on(placement, dtype, quantize):
+        specs = with_packed(specs, checkpoint)
     if checkpoint.arrays is None:
         params = load_params(specs, checkpoint, placement, progress)
     else:
@@ -82,18 +89,37 @@ def load_model(
     )
 
 
+def packs_on(placement: Placement, dtype: np.dtype | str, quantize: str | None) -> bool:
+    """Whether matrices may stay packed: float32 on one CPU that has the kernel."""
+    is_one_cpu = placement.num_shards == 1 and placement.devices[0].platform == "cpu"
+    return is_one_cpu and np.dtype(dtype) == np.float32 and quantize is None and why_no_tiles() is None
+
+
+def with_packed(specs: Any, checkpoint: Checkpoint) -> Any:
+    """`specs` with every matrix packed whose tensors all have one encoding that the kernel reads."""
+
+    def packed(spec: ParamSpec) -> ParamSpec:
+        found = {checkpoint.tensors[name].encoding for name, _, _ in checkpoint_tensors(spec) if name in checkpoint.tensors}
+        can = len(found) == 1 and can_pack(*found, spec.layer_shape)
+        return dataclasses.replace(spec, packed=found.pop()) if can else spec
+
+    return jax.tree.map(packed, specs)
+
+
 def load_params(specs: Any, checkpoint: Checkpoint, placement: Placement, progress: Progress | None = None) -> Any:
     """The spec tree with arrays for specs."""
     check_one_to_one(specs, checkpoint)
     total = num_bytes(specs)
     done = 0
 
-    def load(spec: ParamSpec) -> jax.Array | QuantizedMatrix:
+    def load(spec: ParamSpec) -> jax.Array | QuantizedMatrix | PackedMatrix:
         nonlocal done
         placed = (_load_by_layer if spec.stacked and placement.copies else _load_whole)(spec, checkpoint, placement)
         done += spec.num_bytes
         if progress is not None:
             progress(done, total)
+        if spec.packed is not None:
+            return PackedMatrix(placed[0], spec.packed)
         return QuantizedMatrix(*placed) if spec.quantized else placed[0]
 
     return jax.tree.map(load, specs)
@@ -122,6 +148,9 @@ def _load_by_layer(spec: ParamSpec, checkpoint: Checkpoint, placement: Placement
 
 def _arrays(spec: ParamSpec) -> list[tuple[tuple[int, ...], np.dtype, tuple[str, ...]]]:
     """(shape, dtype, logical axes) of what a parameter consists of: itself, or values and scales."""
+    if spec.packed is not None:
+        row_bytes = packed_row_bytes(spec.shape[-1], spec.packed)
+        return [((*spec.shape[:-1], row_bytes), np.dtype(np.uint8), spec.logical_axes)]
     if not spec.quantized:
         return [(spec.shape, spec.dtype, spec.logical_axes)]
     return [(spec.shape, np.dtype(np.int8), spec.logical_axes),
@@ -132,7 +161,7 @@ def _read(spec: ParamSpec, piece: Piece, layer: int, tensor: StoredTensor, array
     """Fills the piece's place in `arrays`, and its copies'."""
     copies = [[spec.view(array, piece, layer, copy) for array in arrays] for copy in range(piece.copies)]
     values, *scales = copies[0]
-    fill(values, tensor, scales[0] if scales else None)
+    fill(values, tensor, scales[0] if scales else None, is_packed=spec.packed is not None)
     for targets in copies[1:]:
         for target, source in zip(targets, copies[0]):
             target[...] = source
@@ -165,16 +194,17 @@ def _is_derived(name: str) -> bool:
     return name.endswith("rotary_emb.inv_freq")
 
 
-def fill(target: np.ndarray, tensor: StoredTensor, scales: np.ndarray | None) -> None:
+def fill(target: np.ndarray, tensor: StoredTensor, scales: np.ndarray | None, is_packed: bool = False) -> None:
     """Reads `tensor` in pieces into the view [units, rows, ...], converting to its dtype; where there are `scales`
-    [units, rows], quantized."""
+    [units, rows], quantized; or as it is stored, `is_packed`."""
+    read = tensor.read_packed if is_packed else tensor.read
     rows_per_unit = target.shape[1]
     for unit in range(target.shape[0]):
         first = unit * rows_per_unit
         for start, stop in tensor.pieces(first, first + rows_per_unit):
             rows = slice(start - first, stop - first)
             if scales is None:
-                target[unit, rows] = tensor.read(start, stop)
+                target[unit, rows] = read(start, stop)
             else:
                 quantize_rows(tensor.read(start, stop), target[unit, rows], scales[unit, rows])
 

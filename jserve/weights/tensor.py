@@ -31,7 +31,9 @@ class StoredTensor:
     decode: Callable[[np.ndarray, tuple[int, ...]], np.ndarray]
     """(u8[n] of whole rows, the shape they have) -> numbers of that shape, possibly a view of the bytes."""
     row_granularity: int = 1
-    """Rows are decoded in multiples of this (a head, where its rows are stored in another order)."""
+    """Rows are read in multiples of this (a head, where its rows are stored in another order)."""
+    reorder: Callable[[np.ndarray], np.ndarray] = lambda rows: rows
+    """Rows [n, ...] as stored -> in the order that is wanted."""
 
     @property
     def num_rows(self) -> int:
@@ -46,7 +48,11 @@ class StoredTensor:
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Rows start:stop as numbers.  Both are multiples of row_granularity."""
-        return self.decode(self.read_raw(start, stop), (stop - start, *self.shape[1:]))
+        return self.reorder(self.decode(self.read_raw(start, stop), (stop - start, *self.shape[1:])))
+
+    def read_packed(self, start: int, stop: int) -> np.ndarray:
+        """The same rows as u8[rows, bytes], not decoded."""
+        return self.reorder(self.read_raw(start, stop).reshape(stop - start, -1))
 
     def read_raw(self, start: int, stop: int) -> np.ndarray:
         """The stored bytes of rows start:stop."""

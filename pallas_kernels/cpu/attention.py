@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import contextmanager
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import LANES, Emitter, f32, f32x16, i32, i32x16
+from pallas_kernels.cpu.emit import LANES, Emitter, broadcast, f32, f32x16, i32, i32x16
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim
 
 TOKENS = 8
@@ -144,10 +145,10 @@ class _Attention:
                     read = b.read(line, key * self._head_bytes + 64 * part, f32x16)
                     total = b.fmul(values, read) if total is None else _fma(b, values, read, total)
                 products.append(total)
-            here = b.add(_broadcast(b, b.trunc(b.add(position, at), i32), i32x16), lanes)
+            here = b.add(broadcast(b, b.trunc(b.add(position, at), i32), i32x16), lanes)
             seen = b.and_(
-                b.icmp_signed(">=", here, _broadcast(b, b.trunc(first, i32), i32x16)),
-                b.icmp_signed("<", here, _broadcast(b, b.trunc(length, i32), i32x16)),
+                b.icmp_signed(">=", here, broadcast(b, b.trunc(first, i32), i32x16)),
+                b.icmp_signed("<", here, broadcast(b, b.trunc(length, i32), i32x16)),
             )
             score = b.select(seen, _sum_each(b, products), ir.Constant(f32x16, [_MASKED] * LANES))
             b.write(score, scores, b.times(b.add(position, at), _FLOAT))
@@ -162,7 +163,7 @@ class _Attention:
         with b.loop(first, length, LANES) as at:
             before, score = b.load(greatest, typ=f32x16), b.read(scores, b.times(at, _FLOAT), f32x16)
             b.store(b.select(b.fcmp_ordered(">", score, before), score, before), greatest)
-        most = _broadcast(b, _reduce(b, b.load(greatest, typ=f32x16), "fmax"), f32x16)
+        most = broadcast(b, _reduce(b, b.load(greatest, typ=f32x16), "fmax"), f32x16)
         total = b.alloca_once(f32x16, 64)
         b.store(ir.Constant(f32x16, [0.0] * LANES), total)
         with b.loop(first, length, LANES) as at:
@@ -171,7 +172,7 @@ class _Attention:
             b.write(weight, scores, place)
             b.store(b.fadd(b.load(total, typ=f32x16), weight), total)
         share = b.fdiv(ir.Constant(f32, 1.0), _reduce(b, b.load(total, typ=f32x16), "fadd"))
-        shares = _broadcast(b, share, f32x16)
+        shares = broadcast(b, share, f32x16)
         with b.loop(first, length, LANES) as at:
             place = b.times(at, _FLOAT)
             b.write(b.fmul(b.read(scores, place, f32x16), shares), scores, place)
@@ -191,7 +192,7 @@ class _Attention:
             b.store(ir.Constant(f32x16, [0.0] * LANES), sums[1][part])
 
         def add(key: ir.Value, chain: int) -> None:
-            weight = _broadcast(b, b.read(weights, b.times(key, _FLOAT), f32), f32x16)
+            weight = broadcast(b, b.read(weights, b.times(key, _FLOAT), f32), f32x16)
             for part, kept in enumerate(sums[chain]):
                 value = b.read(values, b.plus(b.times(key, self._head_bytes), 64 * part), f32x16)
                 b.store(_fma(b, weight, value, b.load(kept, typ=f32x16)), kept)
@@ -241,9 +242,6 @@ class _Attention:
         return b.sext(b.read(base, b.times(index, 4), i32), index.type)
 
 
-from contextlib import contextmanager  # noqa: E402
-
-
 @contextmanager
 def _nested(b: Emitter, start, stop, count, inner: Callable):
     with b.loop(start, stop) as outer_index, b.loop(0, count) as inner_index:
@@ -252,11 +250,6 @@ def _nested(b: Emitter, start, stop, count, inner: Callable):
 
 def _fma(b: Emitter, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
     return b.intrinsic("llvm.fma.v16f32", f32x16, [x, y, z])
-
-
-def _broadcast(b: Emitter, value: ir.Value, kind: ir.VectorType) -> ir.Value:
-    first = b.insert_element(ir.Constant(kind, ir.Undefined), value, ir.Constant(i32, 0))
-    return b.shuffle_vector(first, ir.Constant(kind, ir.Undefined), ir.Constant(i32x16, [0] * LANES))
 
 
 def _sum_each(b: Emitter, vectors: list[ir.Value]) -> ir.Value:

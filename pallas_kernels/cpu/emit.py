@@ -120,6 +120,13 @@ class Emitter(ir.IRBuilder):
         return self.call(function, arguments)
 
 
+def broadcast(b: Emitter, value: ir.Value, kind: ir.VectorType) -> ir.Value:
+    """`value` in every lane."""
+    nothing = ir.Constant(kind, ir.Undefined)
+    first = b.insert_element(nothing, value, ir.Constant(i32, 0))
+    return b.shuffle_vector(first, nothing, ir.Constant(i32x16, [0] * LANES))
+
+
 def function(module: ir.Module, name: str, result: ir.Type, arguments: list[ir.Type]) -> tuple[ir.Function, Emitter]:
     made = ir.Function(module, ir.FunctionType(result, arguments), name)
     return made, Emitter(made.append_basic_block("entry"))

@@ -12,12 +12,14 @@ number of rows, so a row's result does not depend on its batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import Emitter, f32x16, i1, i8, i32, i32x16
+from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i1, i8, i32, i32x16
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim, wait_for_first
+from pallas_kernels.cpu.ops import BLOCK_BYTES
 
 PARTS = 3
 PANEL_ROWS = 32
@@ -44,8 +46,11 @@ def scratch_bytes(num_rows: int, depth: int, num_slots: int) -> tuple[int, int]:
     return pairs * steps * _STEP_BYTES, 2 * num_slots * steps * _STEP_BYTES
 
 
-def add_matmul(module: ir.Module, name: str, num_slots: int) -> None:
-    """The handler of (x f32[M, K], w f32[N, K]) -> (y f32[M, N], packed u8[], panels u8[]); K is a multiple of 32, N of 32."""
+def add_matmul(module: ir.Module, name: str, num_slots: int, encoding: str = "F32") -> None:
+    """The handler of (x f32[M, K], w) -> (y f32[M, N], packed u8[], panels u8[]); K and N are multiples of 32.
+
+    w is f32[N, K] where the encoding is F32, else u8[N, K / 32 * bytes] of blocks as GGUF stores them.
+    """
     tile_config = ir.GlobalVariable(module, ir.ArrayType(i8, 64), f"{name}_tiles")
     tile_config.initializer = ir.Constant(tile_config.value_type, _tile_config())
     tile_config.global_constant, tile_config.align = True, 64
@@ -78,7 +83,7 @@ def add_matmul(module: ir.Module, name: str, num_slots: int) -> None:
                 b.intrinsic("llvm.x86.ldtilecfg", ir.VoidType(), [b.untyped(tile_config)])
                 own = b.at(scratch, b.mul(slot, b.times(steps, 2 * _STEP_BYTES)))
                 first = b.mul(b.sub(index, num_first), run)
-                _Panels(b, w, packed, y, own, rows, columns, steps).multiply(first, b.minimum(b.add(first, run), panels), tiles)
+                _Panels(b, w, packed, y, own, rows, columns, steps, encoding).multiply(first, b.minimum(b.add(first, run), panels), tiles)
                 b.intrinsic("llvm.x86.tilerelease", ir.VoidType(), [])
 
     add_handler(module, name, 2, 3, plan, chunk, num_slots)
@@ -103,12 +108,54 @@ def _split(b: Emitter, x: ir.Value) -> list[ir.Value]:
     return [*parts, b.bitcast(x, i32x16)]
 
 
-def _read_parts(b: Emitter, base: ir.Value, offset: ir.Value) -> list[ir.Value]:
+def _parts(b: Emitter, low: ir.Value, high: ir.Value) -> list[ir.Value]:
     """32 floats as 16 pairs of bfloat16 for each part: (j, j + 16) rather than neighbours, which both operands may agree on and
     which takes a shift instead of a shuffle."""
-    low, high = (_split(b, b.read(base, b.plus(offset, at), f32x16)) for at in (0, 64))
     upper = b.splat(0xFFFF0000)
-    return [b.or_(b.lshr(first, b.splat(16)), b.and_(second, upper)) for first, second in zip(low, high)]
+    pairs = zip(_split(b, low), _split(b, high))
+    return [b.or_(b.lshr(first, b.splat(16)), b.and_(second, upper)) for first, second in pairs]
+
+
+def _read_float32(b: Emitter, at: ir.Value) -> tuple[ir.Value, ir.Value]:
+    return b.read(at, 0, f32x16), b.read(at, 64, f32x16)
+
+
+def _read_q4_1(b: Emitter, at: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """d, m (float16), then weights 0..15 in the low and 16..31 in the high halves of 16 bytes: d * q + m.  The product is exact,
+    so that one rounding is all there is, as in two operations."""
+    scale, minimum = _half(b, at, 0), _half(b, at, 2)
+    fma = lambda q: b.intrinsic("llvm.fma.v16f32", f32x16, [q, scale, minimum])
+    return tuple(fma(b.sitofp(q, f32x16)) for q in _nibbles(b, at, 4))
+
+
+def _read_q4_0(b: Emitter, at: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """d, then as Q4_1: d * (q - 8)."""
+    scale = _half(b, at, 0)
+    return tuple(b.fmul(b.sitofp(b.sub(q, b.splat(8)), f32x16), scale) for q in _nibbles(b, at, 2))
+
+
+def _read_q8_0(b: Emitter, at: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """d, then 32 int8: d * q."""
+    scale = _half(b, at, 0)
+    values = (b.sext(b.read(at, 2 + 16 * half, _BYTES, align=1), i32x16) for half in range(2))
+    return tuple(b.fmul(b.sitofp(q, f32x16), scale) for q in values)
+
+
+def _half(b: Emitter, at: ir.Value, offset: int) -> ir.Value:
+    return broadcast(b, b.fpext(b.read(at, offset, ir.HalfType(), align=1), f32), f32x16)
+
+
+def _nibbles(b: Emitter, at: ir.Value, offset: int) -> tuple[ir.Value, ir.Value]:
+    both = b.zext(b.read(at, offset, _BYTES, align=1), i32x16)
+    return b.and_(both, b.splat(15)), b.lshr(both, b.splat(4))
+
+
+_BYTES = ir.VectorType(i8, 16)
+_BLOCKS = MappingProxyType({
+    "F32": (_read_float32, TILE_DEPTH * _FLOAT), "Q4_0": (_read_q4_0, BLOCK_BYTES["Q4_0"]),
+    "Q4_1": (_read_q4_1, BLOCK_BYTES["Q4_1"]), "Q8_0": (_read_q8_0, BLOCK_BYTES["Q8_0"]),
+})
+"""encoding -> (reads 32 weights as two vectors, bytes they take)."""
 
 
 def _pack_rows(b: Emitter, x, packed, rows, steps, tile, first, last) -> None:
@@ -119,7 +166,7 @@ def _pack_rows(b: Emitter, x, packed, rows, steps, tile, first, last) -> None:
             row = b.plus(b.times(tile, TILE_ROWS), at)
             is_row = b.icmp_signed("<", row, rows)
             line = b.times(b.mul(b.select(is_row, row, b.int(0)), steps), TILE_DEPTH * _FLOAT)
-            parts = _read_parts(b, x, b.plus(line, b.times(step, TILE_DEPTH * _FLOAT)))
+            parts = _parts(b, *_read_float32(b, b.at(x, b.plus(line, b.times(step, TILE_DEPTH * _FLOAT)))))
             for collected, part in zip(by_part, parts):
                 collected.append(b.select(is_row, part, b.splat(0)))
         pair, place = b.sdiv(tile, b.int(2)), b.srem(tile, b.int(2))
@@ -156,10 +203,12 @@ class _Panels:
     hide behind the products, and what the tiles load was stored long before.
     """
 
-    def __init__(self, b: Emitter, w, packed, y, scratch, rows, columns, steps):
+    def __init__(self, b: Emitter, w, packed, y, scratch, rows, columns, steps, encoding: str):
         self._b, self._w, self._packed, self._y = b, w, packed, y
         self._rows, self._columns, self._steps = rows, columns, steps
-        self._panel_bytes = b.times(b.times(steps, PANEL_ROWS), TILE_DEPTH * _FLOAT)
+        self._read, self._block_bytes = _BLOCKS[encoding]
+        self._row_bytes = b.times(steps, self._block_bytes)
+        self._panel_bytes = b.times(self._row_bytes, PANEL_ROWS)
         self._buffers = scratch, b.at(scratch, b.times(steps, _STEP_BYTES))
         self._sums = b.alloca_once(ir.ArrayType(i8, 4 * TILE_BYTES), 64)
 
@@ -218,16 +267,15 @@ class _Panels:
     def _split(self, panel: ir.Value, step: ir.Value, begin: ir.Value, end: ir.Value) -> None:
         """Rows begin..end of a panel at one step of k: [part, row] of 64 bytes, which is two tiles a part."""
         b = self._b
-        line = b.times(self._steps, TILE_DEPTH * _FLOAT)
-        source = b.plus(b.mul(panel, self._panel_bytes), b.times(step, TILE_DEPTH * _FLOAT))
+        source = b.plus(b.mul(panel, self._panel_bytes), b.times(step, self._block_bytes))
         target = b.at(self._buffer(panel), b.times(step, _STEP_BYTES))
         with b.loop(begin, end) as row:
-            offset = b.add(source, b.mul(row, line))
-            for part, values in enumerate(_read_parts(b, self._w, offset)):
+            offset = b.add(source, b.mul(row, self._row_bytes))
+            for part, values in enumerate(_parts(b, *self._read(b, b.at(self._w, offset)))):
                 b.write(values, target, b.plus(b.times(row, 64), 2 * part * TILE_BYTES), 64)
             ahead = b.at(self._w, b.add(offset, self._panel_bytes))  # beyond the end does no harm
-            self._prefetch(ahead)
-            self._prefetch(b.at(ahead, 64))
+            for line in range(0, self._block_bytes, 64):
+                self._prefetch(b.at(ahead, line))
 
     def _step(self, of_panel: ir.Value, step: ir.Value, pair: ir.Value, width: int) -> None:
         b = self._b

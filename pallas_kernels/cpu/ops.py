@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from types import MappingProxyType
+
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cpu.compiled import compile_handler, num_slots, why_no_simd, why_no_tiles
+
+BLOCK_BYTES = MappingProxyType({"Q4_0": 18, "Q4_1": 20, "Q8_0": 34})
+"""GGUF's encodings that `matmul_packed` reads: bytes of 32 weights."""
 
 
 def serves_matmul(x_TD: jax.Array, weight_OD: jax.Array) -> bool:
@@ -20,28 +26,40 @@ def serves_matmul(x_TD: jax.Array, weight_OD: jax.Array) -> bool:
 
 def matmul(x_TD: jax.Array, weight_OD: jax.Array) -> jax.Array:
     """f32[T, O] = x @ weight.T with the accuracy of float32; on CPU only, where `serves_matmul`."""
+    return _matmul(x_TD, weight_OD, "F32")
+
+
+def matmul_packed(x_TD: jax.Array, blocks_OB: jax.Array, encoding: str) -> jax.Array:
+    """As `matmul` of the weights that u8[O, D / 32 * BLOCK_BYTES[encoding]] stands for, bit for bit."""
+    if x_TD.shape[1] // 32 * BLOCK_BYTES[encoding] != blocks_OB.shape[1]:
+        raise ValueError(f"x {x_TD.shape} does not fit rows of {blocks_OB.shape[1]} bytes of {encoding}")
+    return _matmul(x_TD, blocks_OB, encoding)
+
+
+def _matmul(x_TD: jax.Array, weight: jax.Array, encoding: str) -> jax.Array:
     from pallas_kernels.cpu.matmul import scratch_bytes
 
     num_rows, depth = x_TD.shape
-    results = jax.ShapeDtypeStruct((num_rows, weight_OD.shape[0]), jnp.float32), *(
+    results = jax.ShapeDtypeStruct((num_rows, weight.shape[0]), jnp.float32), *(
         jax.ShapeDtypeStruct((size,), jnp.uint8) for size in scratch_bytes(num_rows, depth, num_slots())
     )
-    return jax.ffi.ffi_call(register_matmul(), results)(x_TD, weight_OD)[0]
+    return jax.ffi.ffi_call(register_matmul(encoding), results)(x_TD, weight)[0]
 
 
-def register_kernels() -> None:
-    """Makes the matmul known to XLA where this machine can run it: programs compiled earlier call it by name."""
+def register_kernels(encodings: Iterable[str] = ()) -> None:
+    """Makes matmuls known to XLA where this machine can run them: programs compiled earlier call them by name."""
     if why_no_tiles() is None:
-        register_matmul()
+        for encoding in {"F32", *encodings}:
+            register_matmul(encoding)
 
 
-def register_matmul() -> str:
+def register_matmul(encoding: str) -> str:
     """Compiles the kernel if need be; its name in XLA.  NotImplementedError says what this machine lacks."""
     if lack := why_no_tiles():  # asking is also what makes Linux grant the tiles
         raise NotImplementedError(lack)
     from pallas_kernels.cpu.matmul import add_matmul
 
-    return compile_handler("jserve_matmul_f32", add_matmul)
+    return compile_handler(f"jserve_matmul_{encoding.lower()}", add_matmul, encoding)
 
 
 def attention(
@@ -62,6 +80,3 @@ def register_attention(head_dim: int) -> str:
     from pallas_kernels.cpu.attention import add_attention
 
     return compile_handler(f"jserve_attention_f32_{head_dim}", add_attention, head_dim)
-
-
-__all__ = ["attention", "matmul", "register_attention", "register_kernels", "serves_matmul", "why_no_simd", "why_no_tiles"]

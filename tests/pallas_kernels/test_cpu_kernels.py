@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import gguf
 import hypothesis
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from jserve.models.layers import linear
 from pallas_kernels.cpu import compiled
-from pallas_kernels.cpu.ops import matmul, serves_matmul, why_no_simd, why_no_tiles
+from pallas_kernels.cpu.ops import matmul, matmul_packed, serves_matmul, why_no_simd, why_no_tiles
 from pallas_kernels.paged_attention import AttentionSpec, choose, layout
 from pallas_kernels.paged_attention.cases import CASES, Heads, build, twin
 from tests.pallas_kernels.test_paged_attention import assert_right, small
@@ -75,6 +76,18 @@ class TestMatmul:
         traced = jax.jit(linear).trace(x, w)
         assert "jserve_matmul" in traced.lower().as_text()
         assert "jserve_matmul" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+    @pytest.mark.parametrize("encoding", ["Q4_0", "Q4_1", "Q8_0"])
+    @pytest.mark.parametrize("rows", [1, 3, 40])
+    def test_packed_weights_give_the_bits_of_the_float32_that_they_stand_for(self, encoding, rows):
+        x, w = operands(rows, 96, 64, 7)
+        blocks = gguf.quantize(w, gguf.GGMLQuantizationType[encoding])
+        expected = matmul(x, gguf.dequantize(blocks, gguf.GGMLQuantizationType[encoding]))
+        np.testing.assert_array_equal(matmul_packed(x, blocks, encoding), expected)
+
+    def test_packed_rows_of_another_length_are_refused(self):
+        with pytest.raises(ValueError, match="40 bytes of Q4_1"):
+            matmul_packed(np.zeros((1, 96), np.float32), np.zeros((32, 40), np.uint8), "Q4_1")
 
 
 @needs_simd
