@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import LANES, Emitter, broadcast, f32, f32x16, i32, i32x16
+from pallas_kernels.cpu.emit import LANES, Emitter, broadcast, f32, f32x16, greatest_lane, i32, i32x16, sum_lanes
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim
 
 TOKENS = 8
@@ -163,7 +163,7 @@ class _Attention:
         with b.loop(first, length, LANES) as at:
             before, score = b.load(greatest, typ=f32x16), b.read(scores, b.times(at, _FLOAT), f32x16)
             b.store(b.select(b.fcmp_ordered(">", score, before), score, before), greatest)
-        most = broadcast(b, _reduce(b, b.load(greatest, typ=f32x16), "fmax"), f32x16)
+        most = broadcast(b, greatest_lane(b, b.load(greatest, typ=f32x16)), f32x16)
         total = b.alloca_once(f32x16, 64)
         b.store(ir.Constant(f32x16, [0.0] * LANES), total)
         with b.loop(first, length, LANES) as at:
@@ -171,7 +171,7 @@ class _Attention:
             weight = _exp(b, b.fsub(b.read(scores, place, f32x16), most))
             b.write(weight, scores, place)
             b.store(b.fadd(b.load(total, typ=f32x16), weight), total)
-        share = b.fdiv(ir.Constant(f32, 1.0), _reduce(b, b.load(total, typ=f32x16), "fadd"))
+        share = b.fdiv(ir.Constant(f32, 1.0), sum_lanes(b, b.load(total, typ=f32x16)))
         shares = broadcast(b, share, f32x16)
         with b.loop(first, length, LANES) as at:
             place = b.times(at, _FLOAT)
@@ -264,17 +264,6 @@ def _sum_each(b: Emitter, vectors: list[ir.Value]) -> ir.Value:
         ]
         distance *= 2
     return vectors[0]
-
-
-def _reduce(b: Emitter, vector: ir.Value, operation: str) -> ir.Value:
-    """The greatest lane (fmax) or the sum of lanes (fadd)."""
-    for distance in (8, 4, 2, 1):
-        other = b.shuffle_vector(vector, vector, ir.Constant(i32x16, [lane ^ distance for lane in range(LANES)]))
-        if operation == "fadd":
-            vector = b.fadd(vector, other)
-        else:
-            vector = b.select(b.fcmp_ordered(">", other, vector), other, vector)
-    return b.extract_element(vector, ir.Constant(i32, 0))
 
 
 def _exp(b: Emitter, x: ir.Value) -> ir.Value:

@@ -127,6 +127,21 @@ def broadcast(b: Emitter, value: ir.Value, kind: ir.VectorType) -> ir.Value:
     return b.shuffle_vector(first, nothing, ir.Constant(i32x16, [0] * LANES))
 
 
+def sum_lanes(b: Emitter, vector: ir.Value) -> ir.Value:
+    return _fold(b, vector, b.fadd)
+
+
+def greatest_lane(b: Emitter, vector: ir.Value) -> ir.Value:
+    return _fold(b, vector, lambda x, y: b.select(b.fcmp_ordered(">", y, x), y, x))
+
+
+def _fold(b: Emitter, vector: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+    for distance in (8, 4, 2, 1):
+        other = b.shuffle_vector(vector, vector, ir.Constant(i32x16, [lane ^ distance for lane in range(LANES)]))
+        vector = combine(vector, other)
+    return b.extract_element(vector, ir.Constant(i32, 0))
+
+
 def function(module: ir.Module, name: str, result: ir.Type, arguments: list[ir.Type]) -> tuple[ir.Function, Emitter]:
     made = ir.Function(module, ir.FunctionType(result, arguments), name)
     return made, Emitter(made.append_basic_block("entry"))

@@ -2,11 +2,12 @@
 
 A float32 is the exact sum of three bfloat16 numbers.  Of the nine products of parts the six largest are computed and summed in
 float32 (what XLA calls BF16_BF16_F32_X6); the three left out are below 2^-24 of the product, the rounding of float32 itself.
+Up to eight rows of x are multiplied in float32 as they are.
 Six products of tiles take 2.7 times less than the same product in AVX-512's float32.
 
 Each thread takes panels of 32 rows of w: splits them once, as it reads them, and multiplies them with all rows of x, which
 were split and brought into the tiles' order before.  Every element of y is summed over k in the same order whatever the
-number of rows, so a row's result does not depend on its batch.
+number of rows, so a row's result does not depend on its batch (of more than eight).
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i1, i8, i32, i32x16
+from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i1, i8, i32, i32x16, sum_lanes
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim, wait_for_first
 from pallas_kernels.cpu.ops import BLOCK_BYTES
 
 PARTS = 3
+FEW_ROWS = 8
+"""Up to so many rows of x, splitting w would cost more than multiplying in float32 does."""
 PANEL_ROWS = 32
 """Rows of w a panel: two tiles."""
 TILE_ROWS, TILE_DEPTH, TILE_BYTES = 16, 32, 1024
@@ -67,26 +70,57 @@ def add_matmul(module: ir.Module, name: str, num_slots: int, encoding: str = "F3
         share = b.times(wanted, num_slots)
         run = b.sdiv(b.sub(b.add(panels, share), b.int(1)), share)
         runs = b.sdiv(b.sub(b.plus(panels, run), b.int(1)), run)
-        num_first = b.mul(tiles, packs)
+        few = b.icmp_signed("<=", rows, b.int(FEW_ROWS))
+        num_first = b.select(few, b.int(0), b.mul(tiles, packs))
         pointers = [data(b, buffer) for buffer in (x, w, *rets)]
         return [*pointers, rows, columns, steps, tiles, packs, panels, run, num_first], b.add(num_first, runs), num_first
 
     def chunk(b: Emitter, values: list[ir.Value], index: ir.Value, slot: ir.Value, job: ir.Value) -> None:
         x, w, y, packed, scratch, rows, columns, steps, tiles, packs, panels, run, num_first = values
-        with b.if_else(b.icmp_signed("<", index, num_first)) as (pack, multiply):
+        first = b.mul(b.sub(index, num_first), run)
+        last = b.minimum(b.add(first, run), panels)
+        with b.if_then(b.icmp_signed("<=", rows, b.int(FEW_ROWS))):
+            for count in range(1, FEW_ROWS + 1):
+                with b.if_then(b.icmp_signed("==", rows, b.int(count))):
+                    _multiply_few(b, x, w, y, count, columns, steps, first, last, encoding)
+        with b.if_then(b.icmp_signed(">", rows, b.int(FEW_ROWS))), b.if_else(
+            b.icmp_signed("<", index, num_first)
+        ) as (pack, multiply):
             with pack:
-                first = b.times(b.srem(index, packs), _PACK_STEPS)
-                last = b.minimum(b.plus(first, _PACK_STEPS), steps)
-                _pack_rows(b, x, packed, rows, steps, b.sdiv(index, packs), first, last)
+                step = b.times(b.srem(index, packs), _PACK_STEPS)
+                stop = b.minimum(b.plus(step, _PACK_STEPS), steps)
+                _pack_rows(b, x, packed, rows, steps, b.sdiv(index, packs), step, stop)
             with multiply:
                 wait_for_first(b, job)
                 b.intrinsic("llvm.x86.ldtilecfg", ir.VoidType(), [b.untyped(tile_config)])
                 own = b.at(scratch, b.mul(slot, b.times(steps, 2 * _STEP_BYTES)))
-                first = b.mul(b.sub(index, num_first), run)
-                _Panels(b, w, packed, y, own, rows, columns, steps, encoding).multiply(first, b.minimum(b.add(first, run), panels), tiles)
+                _Panels(b, w, packed, y, own, rows, columns, steps, encoding).multiply(first, last, tiles)
                 b.intrinsic("llvm.x86.tilerelease", ir.VoidType(), [])
 
     add_handler(module, name, 2, 3, plan, chunk, num_slots)
+
+
+def _multiply_few(b: Emitter, x, w, y, rows: int, columns, steps, first, last, encoding: str) -> None:
+    """Panels first..last for `rows` rows of x, in plain float32."""
+    read, block_bytes = _BLOCKS[encoding]
+    nothing = ir.Constant(f32x16, [0.0] * 16)
+    sums = [[b.alloca_once(f32x16, 64) for _ in range(2)] for _ in range(rows)]
+    line = b.times(steps, TILE_DEPTH * _FLOAT)
+    with b.loop(b.times(first, PANEL_ROWS), b.times(last, PANEL_ROWS)) as column:
+        source = b.at(w, b.mul(column, b.times(steps, block_bytes)))
+        for chain in sums:
+            for kept in chain:
+                b.store(nothing, kept)
+        with b.loop(0, steps) as step:
+            halves = read(b, b.at(source, b.times(step, block_bytes)))
+            for row, chain in enumerate(sums):
+                at = b.at(x, b.plus(b.times(line, row), b.times(step, TILE_DEPTH * _FLOAT)))
+                for weights, values, kept in zip(halves, _read_float32(b, at), chain):
+                    total = b.intrinsic("llvm.fma.v16f32", f32x16, [weights, values, b.load(kept, typ=f32x16)])
+                    b.store(total, kept)
+        for row, chain in enumerate(sums):
+            total = sum_lanes(b, b.fadd(*(b.load(kept, typ=f32x16) for kept in chain)))
+            b.write(total, y, b.times(b.plus(b.times(columns, row), column), _FLOAT))
 
 
 def _tile_config() -> bytearray:
