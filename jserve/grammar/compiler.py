@@ -17,7 +17,7 @@ import llguidance
 import numpy as np
 
 from jserve.grammar.keywords import drop_annotations, unknown_keyword
-from jserve.grammar.matcher import Matcher
+from jserve.grammar.matcher import NOTHING_FITS, Matcher
 from jserve.grammar.place import pattern_fault, place_in_gbnf, place_in_schema
 from jserve.request import RequestError, StructuredOutput, invalid
 from jserve.tokenizer import Tokenizer
@@ -79,9 +79,11 @@ class GrammarCompiler:
         if prototype.is_error():
             raise _refusal(asked, self._explain(prototype.get_error(), asked))
         first_mask = prototype.deep_copy()
-        if not any(first_mask.compute_bitmask()) or first_mask.is_error() or _is_dead(first_mask):
+        has_token = any(first_mask.compute_bitmask())
+        error = first_mask.get_error() if first_mask.is_error() else _error_of_trial_walks(prototype)
+        if not has_token or _is_dead(first_mask) or NOTHING_FITS in error:
             raise _refusal(asked, "no text satisfies it")
-        if (error := _error_of_trial_walks(prototype)) is not None:
+        if error:
             raise _refusal(asked, f"it needs too much work a token: {_one_line(error)}")
         return Grammar(asked.field, prototype, -(-self._tokenizer.vocab_size // 32))
 
@@ -180,8 +182,8 @@ def _read_schema(asked: StructuredOutput) -> dict:
     return {} if schema is True else schema
 
 
-def _error_of_trial_walks(prototype: llguidance.LLMatcher) -> str | None:
-    """What stops the grammar within the first tokens of a few outputs; what explodes mostly does so there.
+def _error_of_trial_walks(prototype: llguidance.LLMatcher) -> str:
+    """What stops the grammar within the first tokens of a few outputs, or nothing; what explodes mostly does so there.
 
     Each walk takes a token of another part of what is allowed.  At most a few tenths of a second, by LIMITS.
     """
@@ -192,16 +194,18 @@ def _error_of_trial_walks(prototype: llguidance.LLMatcher) -> str | None:
             if state.is_error():
                 return state.get_error()
             allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
-            if len(allowed) == 0 or not state.consume_token(int(allowed[int(share * (len(allowed) - 1))])):
-                return state.get_error() if state.is_error() else None
+            if len(allowed) == 0:
+                return NOTHING_FITS
+            if not state.consume_token(int(allowed[int(share * (len(allowed) - 1))])):
+                return state.get_error()
             if state.is_stopped():
                 break
-    return None
+    return ""
 
 
 def _is_dead(state: llguidance.LLMatcher) -> bool:
-    """Stopped before its first token without having been satisfied."""
-    return state.is_stopped() and not state.is_accepting()
+    """Stopped before its first token, neither satisfied nor for want of work."""
+    return state.is_stopped() and not state.is_accepting() and not state.is_error()
 
 
 def _one_line(error: str) -> str:

@@ -6,6 +6,10 @@ import llguidance
 import numpy as np
 
 
+NOTHING_FITS = "NoExtensionBias"
+"""llguidance's word for a place where no token may come."""
+
+
 class Matcher:
     """Invariant: `num_consumed` tokens were accepted, or `error` says why one was not."""
 
@@ -19,7 +23,8 @@ class Matcher:
         """Why the grammar cannot be followed further; it stays so."""
         if not self._state.is_error():
             return None
-        return " ".join(self._state.get_error().replace("<non-verbose/>", "").split())
+        error = " ".join(self._state.get_error().replace("<non-verbose/>", "").split())
+        return "no text that satisfies it goes on from there" if NOTHING_FITS in error else error
 
     def consume(self, token_ids: list[int]) -> bool:
         """Takes the next tokens of the output; False where one does not fit."""

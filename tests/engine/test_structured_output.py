@@ -15,6 +15,7 @@ from jserve.request import Code, FinishReason, RequestError
 from tests.support.arrivals import force_preemptions
 from tests.support.engines import answers, request, run, running_engine, token_ids, wait_idle
 from tests.support.json_schemas import random_schema
+from tests.support.random_languages import random_language
 from tests.support.smollm2 import smollm2_gguf
 from tests.support.tiny_models import random_gguf
 
@@ -54,6 +55,18 @@ def test_random_schemas_validate(smollm2_vocabulary, sampling):
             jsonschema.validate(json.loads(output.text), schema, format_checker=jsonschema.FormatChecker())
             num_complete += 1
     assert num_complete >= 0.9 * NUM_SCHEMAS
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0}], ids=str)
+def test_random_regexes_and_grammars_hold(smollm2_vocabulary, sampling):
+    languages = [random_language(random.Random(seed)) for seed in range(NUM_SCHEMAS)]
+    asked = []
+    for seed, (regex, lark) in enumerate(languages):
+        field = {"grammar": f"start: {lark}"} if seed % 2 else {"regex": regex}
+        asked.append(request(PROMPT, 100, seed=seed, **field, **sampling))
+    for (regex, _), update in zip(languages, answers(smollm2_vocabulary, asked)):
+        [output] = update.outputs
+        assert output.finish_reason is FinishReason.STOP and re.fullmatch(regex, output.text), (regex, output.text)
 
 
 @pytest.mark.parametrize("pattern", [r"[A-Z]{3}-\d{2,5}", r"(yes|no|maybe){1,3}", r"\{\w{0,4}\}", "\u65e5{2}|caf\u00e9"])

@@ -145,6 +145,27 @@ def test_what_would_explode_is_bounded(compiler, tokenizer, name):
     assert time.process_time() - began < 1
 
 
+@pytest.mark.parametrize("field, value, why", [
+    ("regex", r"a[^\s\S]", "no text satisfies it"),
+    ("grammar", r'start: "a" /[^\s\S]/', "no text satisfies it"),
+    ("grammar", "start: start", "no text satisfies it"),
+    ("grammar", r'start: ((/[\w-]/){1,5} | ("a" "a" "é")){2,2}', "needs too much work a token"),
+    ("grammar", 'start: "a" x\nx: "b" x', "needs too much work a token"),
+])
+def test_what_nothing_satisfies_is_told_from_what_is_too_much_work(compiler, field, value, why):
+    with pytest.raises(RequestError, match=why):
+        compiler.compile(StructuredOutput(field, value))
+
+
+def test_where_nothing_can_follow_the_output_ends_with_a_word_why(compiler, tokenizer):
+    matcher = compiler.compile(StructuredOutput("grammar", r'start: /[0-9]{40}/ /[^\s\S]/ | "a"')).start()
+    for _ in range(40):
+        assert matcher.error is None
+        matcher.consume(tokenizer.encode("7", add_special=False))
+    allowed(matcher, tokenizer)
+    assert matcher.error == "no text that satisfies it goes on from there"
+
+
 def test_a_compiled_grammar_is_kept(compiler):
     asked = StructuredOutput("json_schema", PERSON)
     assert compiler.compile(asked) is compiler.compile(StructuredOutput("json_schema", PERSON))
