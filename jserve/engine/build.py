@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 
-from jserve import __version__
 from jserve.config import BadUsage, Config, ConfigError
 from jserve.engine.async_engine import AsyncEngine
 from jserve.engine.info import ModelInfo
@@ -156,8 +155,9 @@ def assemble_engine(
         model.config, config, plan, layouts, kv.num_blocks, tokenizer.vocab_size, num_host_blocks, placement
     )
     key = root_key(
-        program=__version__,
-        attention=programs.implementation,  # deterministic ones promise their own bits
+        # Another version may compute other keys and values, and who promises the same bits wants those of its own programs.
+        program=fingerprint(environment_facts(placement.devices[0])),
+        attention=programs.implementation,
         model=model.digest,
         dtype=f"{config.model.dtype} {config.model.quantize}",
         kv_dtype=config.kv.dtype,
