@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from tests.engine.test_tiers import same
 from tests.engine.test_windows import SMALL, Naive, model  # noqa: F401  (a fixture)
 from tests.support.engines import answers, request, running_engine, token_ids
 
+pytestmark = pytest.mark.xdist_group("windows")
 PROMPT = [3 + (7 * i) % 90 for i in range(41)]  # ten blocks of 4, and the token that is always computed
 
 

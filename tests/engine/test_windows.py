@@ -14,6 +14,7 @@ from tests.support.tiny_models import full_logits, transformers_model
 from tests.support.tokenizer_folders import tiny_byte_level_tokenizer
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.xdist_group("windows")  # the programs of the models are compiled once
 
 WINDOW, LONGEST = 12, 96
 MODELS = {
@@ -119,8 +120,9 @@ def test_samples_and_beams_are_the_same_alone_and_in_a_small_pool(model):
         request(prompt[:21], 12, beam_width=3, n=3, temperature=None),
         request(prompt, 14, ignore_eos=True),
     ]
-    with running_engine(folder, kv={"block_size": 4}) as engine:
+    with running_engine(folder, **{**SMALL, "kv": {**SMALL["kv"], "prefix_cache": False}}) as engine:
         alone = [answers(engine, [one])[0] for one in asked]
+        assert engine.loads().num_preemptions == 0
     with running_engine(folder, **SMALL) as engine:
         together = answers(engine, asked * 2)
     for one, other in zip(together, alone * 2):

@@ -21,7 +21,7 @@ GREEDY = {"temperature": 0.0}
 CACHE = Path(tempfile.gettempdir()) / f"jserve-tests-{os.getuid()}"
 """Executables that the tests' engines share, apart from the user's own."""
 
-executable_store.MOST_SETS = 256  # a run has more kinds of engines than a user, and would compile most of them again
+executable_store.MOST_SETS = 128  # a run has more kinds of engines than a user, and would compile most of them again
 
 
 def config_for(path: Path, *, every_bucket: bool = False, **sections: dict[str, Any]) -> Config:
