@@ -8,12 +8,15 @@ result does not depend on the order of a sum.
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jserve.models.packed import PackedMatrix, take_packed_rows
+from pallas_kernels.cpu.ops import matmul_int8, serves_int8
 
 MIN_ROWS = 8
 """Fewer activation rows are padded to this: XLA's matrix-vector product would widen the weights to int32 instead."""
@@ -47,11 +50,19 @@ def quantized_dot(x_TD: jax.Array, weight: QuantizedMatrix) -> jax.Array:
     second_TD = jnp.round((x / scale_T1 - first_TD) * _DIGIT)
     digits_RD = jnp.concatenate([first_TD, second_TD]).astype(jnp.int8)  # one product for both: weights are read once
     digits_RD = jnp.pad(digits_RD, ((0, max(0, MIN_ROWS - 2 * num_rows)), (0, 0)))
-    sums_RO = jax.lax.dot_general(
-        digits_RD, weight.values, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
-    ).astype(jnp.float32)
+    sums_RO = _sums(digits_RD, weight.values).astype(jnp.float32)
     sums_TO = sums_RO[:num_rows] + sums_RO[num_rows : 2 * num_rows] / _DIGIT
     return sums_TO * scale_T1 * weight.scales
+
+
+def _sums(digits_RD: jax.Array, weight_OD: jax.Array) -> jax.Array:
+    """i32[R, O], exact, by the CPU's own kernel where this is compiled for a CPU that has it."""
+    dot = functools.partial(
+        jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
+    )
+    if not serves_int8(digits_RD, weight_OD):
+        return dot(digits_RD, weight_OD)
+    return jax.lax.platform_dependent(digits_RD, weight_OD, cpu=matmul_int8, default=dot)
 
 
 def take_rows(

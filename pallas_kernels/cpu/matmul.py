@@ -12,23 +12,23 @@ number of rows, so a row's result does not depend on its batch (of more than eig
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i1, i8, i32, i32x16, sum_lanes
+from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i1, i8, i32x16, sum_lanes
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim, wait_for_first
 from pallas_kernels.cpu.ops import BLOCK_BYTES
+from pallas_kernels.cpu.tiles import TILE_BYTES, TILE_ROWS, configured, load_tile, prefetch, store_tile, tile, transposed
 
 PARTS = 3
 FEW_ROWS = 8
 """Up to so many rows of x, splitting w would cost more than multiplying in float32 does."""
 PANEL_ROWS = 32
 """Rows of w a panel: two tiles."""
-TILE_ROWS, TILE_DEPTH, TILE_BYTES = 16, 32, 1024
-"""A tile holds 16 rows of 32 bfloat16."""
+TILE_DEPTH = 32
+"""bfloat16 a tile row."""
 _STEP_BYTES = 2 * PARTS * TILE_BYTES
 """Two tiles of each part: one step of k of a panel of w, and of a pair of row tiles of x."""
 _PACK_STEPS = 12
@@ -54,9 +54,6 @@ def add_matmul(module: ir.Module, name: str, num_slots: int, encoding: str = "F3
 
     w is f32[N, K] where the encoding is F32, else u8[N, K / 32 * bytes] of blocks as GGUF stores them.
     """
-    tile_config = ir.GlobalVariable(module, ir.ArrayType(i8, 64), f"{name}_tiles")
-    tile_config.initializer = ir.Constant(tile_config.value_type, _tile_config())
-    tile_config.global_constant, tile_config.align = True, 64
 
     def plan(b: Emitter, args: list[ir.Value], rets: list[ir.Value]):
         x, w = args
@@ -92,10 +89,9 @@ def add_matmul(module: ir.Module, name: str, num_slots: int, encoding: str = "F3
                 _pack_rows(b, x, packed, rows, steps, b.sdiv(index, packs), step, stop)
             with multiply:
                 wait_for_first(b, job)
-                b.intrinsic("llvm.x86.ldtilecfg", ir.VoidType(), [b.untyped(tile_config)])
                 own = b.at(scratch, b.mul(slot, b.times(steps, 2 * _STEP_BYTES)))
-                _Panels(b, w, packed, y, own, rows, columns, steps, encoding).multiply(first, last, tiles)
-                b.intrinsic("llvm.x86.tilerelease", ir.VoidType(), [])
+                with configured(b, name):
+                    _Panels(b, w, packed, y, own, rows, columns, steps, encoding).multiply(first, last, tiles)
 
     add_handler(module, name, 2, 3, plan, chunk, num_slots)
 
@@ -121,15 +117,6 @@ def _multiply_few(b: Emitter, x, w, y, rows: int, columns, steps, first, last, e
         for row, chain in enumerate(sums):
             total = sum_lanes(b, b.fadd(*(b.load(kept, typ=f32x16) for kept in chain)))
             b.write(total, y, b.times(b.plus(b.times(columns, row), column), _FLOAT))
-
-
-def _tile_config() -> bytearray:
-    """Palette 1: eight tiles of 16 rows of 64 bytes."""
-    config = bytearray(64)
-    config[0] = 1
-    for tile in range(8):
-        config[16 + 2 * tile], config[48 + tile] = 64, TILE_ROWS
-    return config
 
 
 def _split(b: Emitter, x: ir.Value) -> list[ir.Value]:
@@ -206,21 +193,8 @@ def _pack_rows(b: Emitter, x, packed, rows, steps, tile, first, last) -> None:
         pair, place = b.sdiv(tile, b.int(2)), b.srem(tile, b.int(2))
         base = b.plus(b.times(b.add(b.mul(pair, steps), step), _STEP_BYTES), b.times(place, TILE_BYTES))
         for part, lines in enumerate(by_part):
-            for at, line in enumerate(_transposed(b, lines)):
+            for at, line in enumerate(transposed(b, lines)):
                 b.write(line, packed, b.plus(base, 2 * part * TILE_BYTES + 64 * at), 64)
-
-
-def _transposed(b: Emitter, rows: Sequence[ir.Value]) -> list[ir.Value]:
-    """16 vectors of 16: exchanges halves, quarters, ... of pairs of rows."""
-    rows = list(rows)
-    for distance in (1, 2, 4, 8):
-        upper = [lane | distance if not lane & distance else 16 + lane for lane in range(16)]
-        lower = [lane if not lane & distance else 16 + (lane ^ distance) for lane in range(16)]
-        for at in (at for at in range(16) if not at & distance):
-            pair = rows[at], rows[at | distance]
-            rows[at] = b.shuffle_vector(*pair, ir.Constant(i32x16, lower))
-            rows[at | distance] = b.shuffle_vector(*pair, ir.Constant(i32x16, upper))
-    return rows
 
 
 class _Share(NamedTuple):
@@ -269,9 +243,9 @@ class _Panels:
         with b.loop(0, TILE_ROWS * width) as at:  # lines of y are far apart: fetch them while the sums are made
             row = b.minimum(b.add(first_row, at), b.sub(self._rows, b.int(1)))
             for line in (0, 64):
-                self._prefetch(b.at(self._y, b.plus(self._place(panel, row, 0), line)), for_write=True)
+                prefetch(b, b.at(self._y, b.plus(self._place(panel, row, 0), line)), for_write=True)
         for index in range(2 * width):
-            self._tile("tilezero", index)
+            tile(b, "tilezero", index)
         place = b.sub(pair, share.start)
         to_split = b.select(b.icmp_signed("<", b.plus(panel, 1), last), b.int(PANEL_ROWS), b.int(0))
         begin, end = (b.sdiv(b.mul(to_split, at), share.count) for at in (place, b.plus(place, 1)))
@@ -280,12 +254,12 @@ class _Panels:
             self._split(b.plus(panel, 1), step, begin, end)
             self._step(of_panel, step, pair, width)
         for index in range(2 * width):
-            self._memory("tilestored64", index, self._sums, index * TILE_BYTES)
+            store_tile(b, index, self._sums, index * TILE_BYTES)
         for half in range(2):
             for place in range(width):
                 at = (width * half + place) * TILE_BYTES
                 lines = [b.read(self._sums, at + 64 * line, i32x16, 64) for line in range(TILE_ROWS)]
-                for line, values in enumerate(_transposed(b, lines)):
+                for line, values in enumerate(transposed(b, lines)):
                     row = b.plus(first_row, TILE_ROWS * place + line)
                     with b.if_then(b.icmp_signed("<", row, self._rows)):
                         b.write(values, self._y, self._place(panel, row, TILE_ROWS * half))
@@ -309,7 +283,7 @@ class _Panels:
                 b.write(values, target, b.plus(b.times(row, 64), 2 * part * TILE_BYTES), 64)
             ahead = b.at(self._w, b.add(offset, self._panel_bytes))  # beyond the end does no harm
             for line in range(0, self._block_bytes, 64):
-                self._prefetch(b.at(ahead, line))
+                prefetch(b, b.at(ahead, line))
 
     def _step(self, of_panel: ir.Value, step: ir.Value, pair: ir.Value, width: int) -> None:
         b = self._b
@@ -319,22 +293,11 @@ class _Panels:
         for part_w, part_x in _PRODUCTS:
             if part_w != loaded[0]:
                 for half in range(2):
-                    self._memory("tileloadd64", 4 + half, of_panel, b.plus(of_w, (2 * part_w + half) * TILE_BYTES))
+                    load_tile(b, 4 + half, of_panel, b.plus(of_w, (2 * part_w + half) * TILE_BYTES))
             if part_x != loaded[1]:
                 for place in range(width):
-                    self._memory("tileloadd64", 6 + place, self._packed, b.plus(of_x, (2 * part_x + place) * TILE_BYTES))
+                    load_tile(b, 6 + place, self._packed, b.plus(of_x, (2 * part_x + place) * TILE_BYTES))
             loaded = part_w, part_x
             for half in range(2):
                 for place in range(width):
-                    self._tile("tdpbf16ps", width * half + place, 4 + half, 6 + place)
-
-    def _tile(self, name: str, *tiles: int) -> None:
-        self._b.intrinsic(f"llvm.x86.{name}", ir.VoidType(), [ir.Constant(i8, tile) for tile in tiles])
-
-    def _memory(self, name: str, tile: int, base: ir.Value, offset: int | ir.Value) -> None:
-        b = self._b
-        b.intrinsic(f"llvm.x86.{name}", ir.VoidType(), [ir.Constant(i8, tile), b.at(base, offset), b.int(64)])
-
-    def _prefetch(self, address: ir.Value, for_write: bool = False) -> None:
-        flags = [ir.Constant(i32, flag) for flag in (int(for_write), 3 if for_write else 2, 1)]
-        self._b.intrinsic("llvm.prefetch.p0", ir.VoidType(), [address, *flags])
+                    tile(b, "tdpbf16ps", width * half + place, 4 + half, 6 + place)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from jserve.models.layers import linear
 from pallas_kernels.cpu import compiled
-from pallas_kernels.cpu.ops import matmul, matmul_packed, serves_matmul, why_no_simd, why_no_tiles
+from pallas_kernels.cpu.ops import matmul, matmul_int8, matmul_packed, serves_matmul, why_no_simd, why_no_tiles
 from pallas_kernels.paged_attention import AttentionSpec, choose, layout
 from pallas_kernels.paged_attention.cases import CASES, Heads, build, twin
 from tests.pallas_kernels.test_paged_attention import assert_right, small
@@ -90,6 +90,15 @@ class TestMatmul:
     def test_packed_rows_of_another_length_are_refused(self):
         with pytest.raises(ValueError, match="40 bytes of Q4_1"):
             matmul_packed(np.zeros((1, 96), np.float32), np.zeros((32, 40), np.uint8), "Q4_1")
+
+    @hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+    @hypothesis.given(
+        rows=st.integers(1, 130), depth=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 99)
+    )
+    def test_int8_is_exact(self, rows, depth, columns, seed):
+        random = np.random.default_rng(seed)
+        x, w = (random.integers(-128, 128, shape, np.int8) for shape in ((rows, 64 * depth), (32 * columns, 64 * depth)))
+        np.testing.assert_array_equal(matmul_int8(x, w), x.astype(np.int32) @ w.astype(np.int32).T)
 
 
 @needs_simd
