@@ -49,6 +49,7 @@ from pallas_kernels.paged_attention.query_tiles import QueryTiles
 
 REGISTERS = {  # fetching, and computing by number of warpgroups that do
     "wgmma": (56, {1: 248, 2: 224, 3: 144}),
+    "wgmma, wide": (72, {1: 248, 2: 216, 3: 144}),
     "tcgen05": (88, {1: 232, 2: 208, 3: 136}),
     "widening": (104, {1: 248, 2: 200, 3: 128}),
 }
@@ -142,6 +143,18 @@ class _Geometry:
     num_blocks: int
     is_narrow: bool
 
+    @property
+    def is_wide(self) -> bool:
+        """Heads of more than 128."""
+        return self.lanes > 128
+
+    @property
+    def registers(self) -> str:
+        """The key of REGISTERS."""
+        if self.is_narrow:
+            return "widening"
+        return "wgmma, wide" if self.is_wide and self.tiles.instruction == "wgmma" else self.tiles.instruction
+
 
 @dataclass(frozen=True)
 class _Walk:
@@ -185,7 +198,7 @@ def _kernel(
     ops: Ops,
 ):
     spec, tiles, num_keys = geometry.spec, geometry.tiles, geometry.tiles.chunk_keys
-    fetch_registers, compute_registers = REGISTERS["widening" if geometry.is_narrow else tiles.instruction]
+    fetch_registers, compute_registers = REGISTERS[geometry.registers]
     narrow, blackwell = (more[:4], more[4:]) if geometry.is_narrow else ((), more)
     tile, head, warpgroup = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("warpgroup")
     count, position = tile_counts[tile], tile_positions[tile]
@@ -249,7 +262,7 @@ def _fetch(
 ):  # fmt: skip
     num_keys, stages, size = geometry.tiles.chunk_keys, geometry.tiles.chunk_stages, geometry.block_size
 
-    def body(t, _):
+    def body(t, _, may_be_tail: bool = True):
         slot = lax.rem(t, i32(stages))
         tile = walk.first_tile + t
         found = tile_sources(
@@ -266,6 +279,9 @@ def _fetch(
         def _():
             plgpu.barrier_wait(values_free.at[slot])
 
+        if not may_be_tail:
+            copy_tile(pool, layer, walk.head, 1, found, value_tiles.at[slot], values_arrived.at[slot], size)
+            return 0
         num_valid = walk.end_key - tile * num_keys
         is_tail = num_valid < num_keys
 
@@ -283,7 +299,11 @@ def _fetch(
 
         return 0
 
-    lax.fori_loop(i32(0), walk.num_key_tiles, body, 0)
+    if geometry.is_wide:  # the walk's last tile apart, as only that can be a tail: clearing within the loop takes registers that spill
+        lax.fori_loop(i32(0), walk.num_key_tiles - 1, functools.partial(body, may_be_tail=False), 0)
+        body(walk.num_key_tiles - 1, 0)
+    else:
+        lax.fori_loop(i32(0), walk.num_key_tiles, body, 0)
 
 
 def _fetch_and_widen(
