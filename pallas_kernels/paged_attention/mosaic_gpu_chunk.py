@@ -30,6 +30,7 @@ from pallas_kernels.paged_attention.gpu_step import online_softmax
 from pallas_kernels.paged_attention.layout import PoolLayout
 from pallas_kernels.paged_attention.mosaic_gpu_decode import copy_tile, scaled_logits, tile_sources
 from pallas_kernels.paged_attention.mosaic_gpu_ops import (
+    BEFORE_0_11,
     COMPILER_PARAMS,
     LOG2_E,
     MASKED,
@@ -49,7 +50,7 @@ from pallas_kernels.paged_attention.query_tiles import QueryTiles
 
 REGISTERS = {  # fetching, and computing by number of warpgroups that do
     "wgmma": (56, {1: 248, 2: 224, 3: 144}),
-    "wgmma, wide": (72, {1: 248, 2: 216, 3: 144}),
+    "wgmma, clears apart": (72, {1: 248, 2: 216, 3: 144}),
     "tcgen05": (88, {1: 232, 2: 208, 3: 136}),
     "widening": (104, {1: 248, 2: 200, 3: 128}),
 }
@@ -144,16 +145,19 @@ class _Geometry:
     is_narrow: bool
 
     @property
-    def is_wide(self) -> bool:
-        """Heads of more than 128."""
-        return self.lanes > 128
+    def clears_apart(self) -> bool:
+        """The tail is cleared outside the fetching loop, with more registers: within, heads of 256 spill from jax 0.11 on.
+
+        Before, it is this that would spill.
+        """
+        return self.lanes > 128 and self.tiles.instruction == "wgmma" and not BEFORE_0_11
 
     @property
     def registers(self) -> str:
         """The key of REGISTERS."""
         if self.is_narrow:
             return "widening"
-        return "wgmma, wide" if self.is_wide and self.tiles.instruction == "wgmma" else self.tiles.instruction
+        return "wgmma, clears apart" if self.clears_apart else self.tiles.instruction
 
 
 @dataclass(frozen=True)
@@ -299,7 +303,7 @@ def _fetch(
 
         return 0
 
-    if geometry.is_wide:  # the walk's last tile apart, as only that can be a tail: clearing within the loop takes registers that spill
+    if geometry.clears_apart:  # only the walk's last tile can be a tail
         lax.fori_loop(i32(0), walk.num_key_tiles - 1, functools.partial(body, may_be_tail=False), 0)
         body(walk.num_key_tiles - 1, 0)
     else:

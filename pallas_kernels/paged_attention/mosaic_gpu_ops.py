@@ -25,7 +25,7 @@ WARPGROUP_ROWS = 64
 """Rows of one wgmma."""
 NARROW_COLUMNS = 64
 """Bytes of swizzle of 8-bit tiles, whose columns are widened in parts: few registers are needed."""
-_BEFORE_0_11 = tuple(int(x) for x in jax.__version__.split(".")[:2]) < (0, 11)
+BEFORE_0_11 = tuple(int(x) for x in jax.__version__.split(".")[:2]) < (0, 11)
 
 
 def strip_sizes(lanes: int, largest: int) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ def tiled_buffer(*shape: int, dtype, swizzle: int = 128) -> plgpu.SMEM:
 
 def store_untiled(ref, value) -> None:
     """To shared memory without swizzle, which jax from 0.11 on refuses unless told that bank conflicts are acceptable."""
-    if _BEFORE_0_11:
+    if BEFORE_0_11:
         ref[...] = value
     else:
         plgpu.store(ref, value, optimized=False)
@@ -65,7 +65,7 @@ def load_rows(ref, head, start, num_rows: int, interpreted: bool) -> jax.Array:
     """Rows of HBM ref [heads, rows, lanes] from any `start`, through registers: TMA takes multiples of 8 only."""
     if interpreted:
         return ref[head, pl.ds(start, num_rows)]
-    if _BEFORE_0_11:
+    if BEFORE_0_11:
         return plgpu.load(ref, (head, pl.ds(start, num_rows)), layout=plgpu.Layout.WGMMA, optimized=False)
     return plgpu.load(ref.at[head, pl.ds(start, num_rows)], layout=plgpu.Layout.WGMMA, optimized=False)
 
