@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.models.packed import PackedMatrix
 from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan
+from jserve.models.packed import PackedMatrix
+from jserve.models.quantized import QuantizedMatrix
 from jserve.models.registry import model_code
 from jserve.models.row_tiles import in_tiles
 from jserve.parallel.placement import POOL, Placement, on_devices
@@ -348,9 +349,13 @@ def _add_rows(sums_ND, rows_CD, places):
 
 
 def _encodings(params: ServedParams) -> set[str]:
-    """Of matrices that stay packed."""
-    is_packed = lambda node: isinstance(node, PackedMatrix)
-    return {node.encoding for node in jax.tree.leaves((params.outer, params.layers), is_leaf=is_packed) if is_packed(node)}
+    """Of the matrices, as `register_kernels` names them."""
+    kinds = (PackedMatrix, QuantizedMatrix)
+    nodes = jax.tree.leaves((params.outer, params.layers), is_leaf=lambda node: isinstance(node, kinds))
+    packed = {node.encoding for node in nodes if isinstance(node, PackedMatrix)}
+    int8 = {"INT8" for node in nodes if isinstance(node, QuantizedMatrix)}
+    plain = {"F32" for node in nodes if not isinstance(node, kinds) and node.dtype == jnp.float32 and len(node.shape) > 1}
+    return packed | int8 | plain
 
 
 def _spread(sharding: jax.sharding.Sharding | None) -> str:

@@ -69,12 +69,12 @@ def _register_int8() -> str:
     return compile_handler("jserve_matmul_int8", add_matmul_int8)
 
 
-def register_kernels(encodings: Iterable[str] = ()) -> None:
-    """Makes matmuls known to XLA where this machine can run them: programs compiled earlier call them by name."""
+def register_kernels(encodings: Iterable[str]) -> None:
+    """Makes the matmuls of F32, INT8 or packed weights known to XLA where this machine can run them: programs that were
+    compiled earlier call them by name."""
     if why_no_tiles() is None:
-        for encoding in {"F32", *encodings}:
-            register_matmul(encoding)
-        _register_int8()
+        for encoding in encodings:
+            _register_int8() if encoding == "INT8" else register_matmul(encoding)
 
 
 def register_matmul(encoding: str) -> str:
