@@ -77,7 +77,7 @@ async def _compare(arguments: argparse.Namespace) -> int:
     for name in arguments.only:
         for dtype in arguments.dtype:
             if name == "transformers":
-                rows += await _beside_transformers(arguments, folder, model, dtype)
+                rows += await _beside_transformers(arguments, folder, gguf, model, dtype)
             else:
                 rows += await _beside_server(arguments, folder, gguf, model, name, dtype)
     unexplained = [row for row in rows if row.unexplained_nats is not None]
@@ -102,7 +102,7 @@ async def _beside_server(
         theirs = servers.vllm(folder, model, THEIR_DTYPE[dtype], most, context)
     else:
         theirs = servers.llama_cpp(folder, gguf, most, context)
-    async with _ours(arguments, folder, model, dtype, most) as us:
+    async with _ours(arguments, folder, gguf, model, dtype, most) as us:
         us.pause()
         async with _started(theirs, folder, arguments) as them:
             them.pause()
@@ -124,11 +124,11 @@ async def _beside_server(
 
 
 async def _beside_transformers(
-    arguments: argparse.Namespace, folder: Path, model: Path, dtype: str
+    arguments: argparse.Namespace, folder: Path, gguf: Path, model: Path, dtype: str
 ) -> list[table.Row]:
     rows = []
     python = environments.transformers(folder)
-    async with _ours(arguments, folder, model, dtype, max(arguments.max_concurrency)) as us:
+    async with _ours(arguments, folder, gguf, model, dtype, max(arguments.max_concurrency)) as us:
         for concurrency in arguments.max_concurrency:
             runs: dict[str, list[Measured]] = {"ours": [], "theirs": []}
             for number in range(arguments.rounds):
@@ -149,10 +149,13 @@ async def _beside_transformers(
 
 
 @contextlib.asynccontextmanager
-async def _ours(arguments: argparse.Namespace, folder: Path, model: Path, dtype: str, most: int):
-    """jserve over the same weights as vLLM and transformers read."""
+async def _ours(arguments: argparse.Namespace, folder: Path, gguf: Path, model: Path, dtype: str, most: int):
+    """jserve over the same numbers as vLLM and transformers read: from the GGUF as its users do, or from their folder."""
     flags = [*arguments.jserve_flags, *(["--quantize", "int8"] if dtype == "int8" else [])]
-    launch = servers.jserve(str(model), dtype, most, arguments.context, flags)
+    from_gguf = arguments.our_weights == "gguf"
+    launch = servers.jserve(str(gguf if from_gguf else model), dtype, most, arguments.context, flags)
+    if not from_gguf:
+        launch = replace(launch, name=f"{launch.name} from the folder")
     async with _started(launch, folder, arguments) as one:
         yield one
 
@@ -271,6 +274,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--output-len", type=int, default=64, metavar="N", help="[%(default)s]")
     parser.add_argument("--shared-prefix-len", type=int, default=0, help="shared tokens before them [none]")
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="of both servers [%(default)s]")
+    parser.add_argument(
+        "--our-weights", choices=("gguf", "folder"), default="gguf",
+        help="what jserve reads; the folder holds the GGUF's numbers as float32 [%(default)s]",
+    )
     parser.add_argument("--model", default="smollm2-135m", help="a GGUF that jserve reads [%(default)s]")
     parser.add_argument("--jserve-flags", nargs=argparse.REMAINDER, default=[], help="more flags of jserve serve, last")
     parser.add_argument("--folder", default="~/.cache/jserve/peers", help="environments, model, logs [%(default)s]")
