@@ -96,6 +96,9 @@ def tune(name: str, platform: str, dtype: str, block_size: int, sizes: Sizes) ->
     )
     pool_layout = layout(platform, HEADS[name].num_kv_heads, HEADS[name].head_dim, block_size, dtype)
     implementation = choose(platform, pool_layout, cases[0].spec)
+    if implementation not in SWEEPS:
+        print(f"{implementation} has no sizes to tune; tuning xla, which serves what it does not")
+        implementation = "xla"
     runs = [Timed(one, platform, dtype, implementation, sizes.repeats) for one in cases]
     defaults = default_tiles(implementation, pool_layout, HEADS[name].num_heads // HEADS[name].num_kv_heads)
     base = [run(defaults) for run in runs]

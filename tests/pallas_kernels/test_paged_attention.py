@@ -352,8 +352,8 @@ class TestChoice:
             choose("tpu", refused, AttentionSpec(1.0), "mosaic_tpu")
 
     def test_unknown_names_are_refused(self):
-        with pytest.raises(ValueError, match="triton.*reference, xla, aligned"):
-            choose("cpu", layout("cpu", 2, 64, 32, "float32"), AttentionSpec(1.0), "triton")
+        with pytest.raises(ValueError, match="cutlass.*reference, xla, aligned"):
+            choose("cpu", layout("cpu", 2, 64, 32, "float32"), AttentionSpec(1.0), "cutlass")
         with pytest.raises(ValueError, match="platform='metal'"):
             layout("metal", 2, 64, 32, "float32")
 
