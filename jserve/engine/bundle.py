@@ -25,7 +25,7 @@ from jserve.runner.compile_plan import make_compile_plan
 from jserve.runner.compiler import compile_all
 from jserve.runner.executable_store import environment_facts
 from jserve.weights.checkpoint import open_checkpoint
-from jserve.weights.load import LoadedModel
+from jserve.weights.load import LoadedModel, packs, with_packed
 from pallas_kernels import targets
 
 
@@ -55,6 +55,8 @@ def compile_bundle(config: Config, out: str | Path, target: str | None = None, r
     model_config = checkpoint.config.with_context_length(config.model.context_length)
     quantize = None if config.model.quantize == "none" else config.model.quantize
     specs = model_code(model_config).param_specs(model_config, config.model.dtype, placement.num_shards, quantize)
+    if config.model.keep_packed and packs(checkpoint, placement, config.model.dtype, quantize):
+        specs = with_packed(specs, checkpoint)
     model = LoadedModel(
         model_config, shapes(specs, placement), checkpoint.tokenizer_source, checkpoint.generation_defaults,
         checkpoint.eos_token_ids, checkpoint.digest,

@@ -38,6 +38,7 @@ from jserve.sampling.sampler import VARIANTS, SamplerVariant, sample
 from jserve.sampling.scores import hide_unreal, largest, normalizer
 from jserve.sampling.shaping import ShapingRows
 from jserve.scheduler.buckets import bucket_for
+from pallas_kernels.cpu.compiled import num_slots
 from pallas_kernels.cpu.ops import register_kernels, why_no_tiles
 from pallas_kernels.paged_attention import PoolLayout
 from pallas_kernels.targets import step_compiler_options
@@ -251,6 +252,7 @@ class ProgramSet:
         facts |= {"blocks of a sequence": repr(self._max_blocks)}
         if self._layouts[0].platform == "cpu":
             facts |= {"no matrix tiles": repr(why_no_tiles()), "encodings": repr(sorted(_encodings(params)))}
+            facts |= {"threads of a kernel": repr(num_slots())}  # a program's scratch memory is for so many
         layers = params.layers[0] if params.by_layer else params.layers
         for path, leaf in jax.tree_util.tree_leaves_with_path((params.outer, layers)):
             facts[f"parameter {jax.tree_util.keystr(path)}"] = f"{leaf.dtype}{list(leaf.shape)}{_spread(leaf.sharding)}"

@@ -71,7 +71,7 @@ def load_model(
         specs = param_specs(num_shards=placement.num_shards)
     except ModelError as error:
         raise WeightsError(f"{checkpoint.path}: {error}") from None
-    if keep_packed and checkpoint.arrays is None and packs_on(placement, dtype, quantize):
+    if keep_packed and packs(checkpoint, placement, dtype, quantize):
         specs = with_packed(specs, checkpoint)
     if checkpoint.arrays is None:
         params = load_params(specs, checkpoint, placement, progress)
@@ -89,8 +89,10 @@ def load_model(
     )
 
 
-def packs_on(placement: Placement, dtype: np.dtype | str, quantize: str | None) -> bool:
-    """Whether matrices may stay packed: float32 on one CPU that has the kernel."""
+def packs(checkpoint: Checkpoint, placement: Placement, dtype: np.dtype | str, quantize: str | None) -> bool:
+    """Whether matrices may stay packed: tensors of a file, float32 on one CPU that has the kernel."""
+    if checkpoint.arrays is not None:
+        return False
     is_one_cpu = placement.num_shards == 1 and placement.devices[0].platform == "cpu"
     return is_one_cpu and np.dtype(dtype) == np.float32 and quantize is None and why_no_tiles() is None
 

@@ -46,8 +46,9 @@ def why_no_tiles() -> str | None:
     return None
 
 
+@functools.cache
 def num_slots() -> int:
-    """Most threads that share a call."""
+    """Most threads that share a call: a program's scratch memory and the kernels are made for as many, so it must not change."""
     return len(os.sched_getaffinity(0))
 
 

@@ -15,6 +15,7 @@ from jserve.engine.bundle import compile_bundle
 from jserve.runner.bundle import NAME, open_bundle
 from jserve.weights.remote import to_bucket
 from tests.support.engines import config_for
+from tests.support.smollm2 import smollm2_gguf
 from tests.support.tiny_models import naive_generate, random_gguf
 
 PROMPT = [72, 101, 300, 7, 44, 12]
@@ -62,6 +63,18 @@ def test_another_process_serves_from_it_and_compiles_nothing(model, bundle, tmp_
     assert served["ids"] == naive_generate(loaded.params, loaded.config, PROMPT, 6)
     assert served["compiles"] == 0
     assert not (tmp_path / "executables").exists()
+
+
+def test_matrices_that_stay_packed_are_in_it_as_the_engine_loads_them(tmp_path):
+    config = config_for(smollm2_gguf(), model={"context_length": 64})
+    bundle = compile_bundle(config, tmp_path / "bundle")
+    build_engine(config.replace("compile", bundle=str(bundle.folder))).stop()
+
+
+def test_programs_for_another_number_of_threads_are_others(model, bundle):
+    """Their scratch memory is for so many."""
+    with pytest.raises(ConfigError, match="threads of a kernel"):
+        bundle.check({**bundle.facts, "threads of a kernel": "99"})
 
 
 @pytest.mark.parametrize(
