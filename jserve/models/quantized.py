@@ -8,15 +8,13 @@ result does not depend on the order of a sum.
 
 from __future__ import annotations
 
-import functools
-
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jserve.models.packed import PackedMatrix, take_packed_rows
-from pallas_kernels.cpu.ops import matmul_int8, serves_int8
+from pallas_kernels.cpu.ops import linear_int8, serves_int8
 
 MIN_ROWS = 8
 """Fewer activation rows are padded to this: XLA's matrix-vector product would widen the weights to int32 instead."""
@@ -42,27 +40,25 @@ def quantize_rows(rows: np.ndarray, values: np.ndarray, scales: np.ndarray) -> N
 
 
 def quantized_dot(x_TD: jax.Array, weight: QuantizedMatrix) -> jax.Array:
-    """f32[T, out]: x in 16 bits by token, times `weight`."""
+    """f32[T, out]: x in 16 bits by token, times `weight`; by the CPU's own kernel where this is compiled for a CPU that has it."""
+    operands = x_TD.astype(jnp.float32), weight.values, weight.scales
+    if not serves_int8(weight.values):
+        return two_digit_dot(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=linear_int8, default=two_digit_dot)
+
+
+def two_digit_dot(x_TD: jax.Array, weight_OD: jax.Array, scales_O: jax.Array) -> jax.Array:
+    """What `linear_int8` computes, of any shape."""
     num_rows = x_TD.shape[0]
-    x = x_TD.astype(jnp.float32)
-    scale_T1 = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True) / 127, _TINY)
-    first_TD = jnp.round(x / scale_T1)
-    second_TD = jnp.round((x / scale_T1 - first_TD) * _DIGIT)
+    scale_T1 = jnp.maximum(jnp.max(jnp.abs(x_TD), axis=-1, keepdims=True) / 127, _TINY)
+    first_TD = jnp.round(x_TD / scale_T1)
+    second_TD = jnp.round((x_TD / scale_T1 - first_TD) * _DIGIT)
     digits_RD = jnp.concatenate([first_TD, second_TD]).astype(jnp.int8)  # one product for both: weights are read once
     digits_RD = jnp.pad(digits_RD, ((0, max(0, MIN_ROWS - 2 * num_rows)), (0, 0)))
-    sums_RO = _sums(digits_RD, weight.values).astype(jnp.float32)
+    sums_RO = jax.lax.dot_general(digits_RD, weight_OD, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    sums_RO = sums_RO.astype(jnp.float32)
     sums_TO = sums_RO[:num_rows] + sums_RO[num_rows : 2 * num_rows] / _DIGIT
-    return sums_TO * scale_T1 * weight.scales
-
-
-def _sums(digits_RD: jax.Array, weight_OD: jax.Array) -> jax.Array:
-    """i32[R, O], exact, by the CPU's own kernel where this is compiled for a CPU that has it."""
-    dot = functools.partial(
-        jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.int32
-    )
-    if not serves_int8(digits_RD, weight_OD):
-        return dot(digits_RD, weight_OD)
-    return jax.lax.platform_dependent(digits_RD, weight_OD, cpu=matmul_int8, default=dot)
+    return sums_TO * scale_T1 * scales_O
 
 
 def take_rows(

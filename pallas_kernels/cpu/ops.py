@@ -46,27 +46,27 @@ def _matmul(x_TD: jax.Array, weight: jax.Array, encoding: str) -> jax.Array:
     return jax.ffi.ffi_call(register_matmul(encoding), results)(x_TD, weight)[0]
 
 
-def serves_int8(digits_RD: jax.Array, weight_OD: jax.Array) -> bool:
-    """Whether `matmul_int8` can take these."""
+def serves_int8(weight_OD: jax.Array) -> bool:
+    """Whether `linear_int8` can take this."""
     return weight_OD.shape[0] % 32 == 0 and weight_OD.shape[1] % 64 == 0 and why_no_tiles() is None
 
 
-def matmul_int8(digits_RD: jax.Array, weight_OD: jax.Array) -> jax.Array:
-    """i32[R, O] = digits @ weight.T of int8; on CPU only, where `serves_int8`."""
-    from pallas_kernels.cpu.matmul_int8 import packed_bytes
+def linear_int8(x_TD: jax.Array, weight_OD: jax.Array, scales_O: jax.Array) -> jax.Array:
+    """f32[T, O] = x @ (weight * scales).T of x f32[T, D] in two int8 digits; on CPU only, where `serves_int8`."""
+    from pallas_kernels.cpu.linear_int8 import scratch_bytes
 
-    num_rows, depth = digits_RD.shape
-    sums = jax.ShapeDtypeStruct((num_rows, weight_OD.shape[0]), jnp.int32)
-    packed = jax.ShapeDtypeStruct((packed_bytes(num_rows, depth),), jnp.uint8)
-    return jax.ffi.ffi_call(_register_int8(), (sums, packed))(digits_RD, weight_OD)[0]
+    num_rows, depth = x_TD.shape
+    y = jax.ShapeDtypeStruct((num_rows, weight_OD.shape[0]), jnp.float32)
+    scratch = jax.ShapeDtypeStruct((scratch_bytes(num_rows, depth),), jnp.uint8)
+    return jax.ffi.ffi_call(_register_int8(), (y, scratch))(x_TD, weight_OD, scales_O)[0]
 
 
 def _register_int8() -> str:
     if lack := why_no_tiles():
         raise NotImplementedError(lack)
-    from pallas_kernels.cpu.matmul_int8 import add_matmul_int8
+    from pallas_kernels.cpu.linear_int8 import add_linear_int8
 
-    return compile_handler("jserve_matmul_int8", add_matmul_int8)
+    return compile_handler("jserve_linear_int8", add_linear_int8)
 
 
 def register_kernels(encodings: Iterable[str]) -> None:

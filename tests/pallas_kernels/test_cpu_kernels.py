@@ -13,8 +13,9 @@ import pytest
 from hypothesis import strategies as st
 
 from jserve.models.layers import linear
+from jserve.models.quantized import QuantizedMatrix, two_digit_dot
 from pallas_kernels.cpu import compiled
-from pallas_kernels.cpu.ops import matmul, matmul_int8, matmul_packed, serves_matmul, why_no_simd, why_no_tiles
+from pallas_kernels.cpu.ops import linear_int8, matmul, matmul_packed, serves_matmul, why_no_simd, why_no_tiles
 from pallas_kernels.paged_attention import AttentionSpec, choose, layout
 from pallas_kernels.paged_attention.cases import CASES, Heads, build, twin
 from tests.pallas_kernels.test_paged_attention import assert_right, small
@@ -91,14 +92,49 @@ class TestMatmul:
         with pytest.raises(ValueError, match="40 bytes of Q4_1"):
             matmul_packed(np.zeros((1, 96), np.float32), np.zeros((32, 40), np.uint8), "Q4_1")
 
+
+@needs_tiles
+class TestLinearInt8:
+    """Bit for bit what XLA makes of the same formula."""
+
     @hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
     @hypothesis.given(
-        rows=st.integers(1, 130), depth=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 99)
+        rows=st.integers(1, 80), depth=st.integers(1, 12), columns=st.integers(1, 12), seed=st.integers(0, 99)
     )
-    def test_int8_is_exact(self, rows, depth, columns, seed):
-        random = np.random.default_rng(seed)
-        x, w = (random.integers(-128, 128, shape, np.int8) for shape in ((rows, 64 * depth), (32 * columns, 64 * depth)))
-        np.testing.assert_array_equal(matmul_int8(x, w), x.astype(np.int32) @ w.astype(np.int32).T)
+    def test_any_number_of_rows(self, rows, depth, columns, seed):
+        operands = int8_operands(rows, 64 * depth, 32 * columns, seed)
+        np.testing.assert_array_equal(linear_int8(*operands), jax.jit(two_digit_dot)(*operands))
+
+    @pytest.mark.parametrize("rows", [8, 300])
+    def test_rows_and_panels_are_cut_into_blocks_and_runs(self, rows):
+        operands = int8_operands(rows, 1536, 32 * 131, 1)
+        np.testing.assert_array_equal(linear_int8(*operands), jax.jit(two_digit_dot)(*operands))
+
+    def test_a_row_does_not_depend_on_its_batch(self):
+        x, w, scales = int8_operands(300, 576, 96, 2)
+        whole = np.asarray(linear_int8(x, w, scales))
+        for begin, end in ((0, 1), (7, 15), (7, 24), (30, 300)):
+            np.testing.assert_array_equal(linear_int8(x[begin:end], w, scales), whole[begin:end])
+
+    def test_zero_tiny_and_unsound_rows_keep_to_themselves(self):
+        x, w, scales = int8_operands(20, 64, 32, 3)
+        x[1], x[2], x[3, 5], x[9, 2] = 0, 1e-38, np.nan, np.inf
+        out, expected = np.asarray(linear_int8(x, w, scales)), np.asarray(jax.jit(two_digit_dot)(x, w, scales))
+        assert not np.isfinite(out[[3, 9]]).any() and not out[1].any()
+        np.testing.assert_array_equal(np.delete(out, [3, 9], 0), np.delete(expected, [3, 9], 0))
+
+    def test_calls_at_the_same_time(self):
+        x, w, scales = int8_operands(64, 576, 960, 4)
+        expected = np.asarray(linear_int8(x, w, scales))
+        for out in jax.jit(lambda x, *ws: [linear_int8(x, w, scales) for w in ws])(x, *[w] * 8) * 3:
+            np.testing.assert_array_equal(out, expected)
+
+    @pytest.mark.parametrize(("depth", "columns", "calls"), [(64, 32, True), (96, 64, False), (64, 40, False)])
+    def test_only_programs_for_cpu_call_it_for_shapes_that_fill_tiles(self, depth, columns, calls):
+        x, w, scales = int8_operands(5, depth, columns, 5)
+        traced = jax.jit(linear).trace(x, QuantizedMatrix(jnp.asarray(w), jnp.asarray(scales)))
+        assert ("jserve_linear_int8" in traced.lower().as_text()) == calls
+        assert "jserve_linear_int8" not in traced.lower(lowering_platforms=("tpu",)).as_text()
 
 
 @needs_simd
@@ -153,3 +189,9 @@ class TestChoice:
 def operands(rows: int, depth: int, columns: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
     return random.standard_normal((rows, depth), np.float32), random.standard_normal((columns, depth), np.float32)
+
+
+def int8_operands(rows: int, depth: int, columns: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng(seed)
+    x = random.standard_normal((rows, depth), np.float32) * np.exp(random.standard_normal((rows, 1), np.float32))
+    return x, random.integers(-127, 128, (columns, depth), np.int8), random.random(columns, np.float32)

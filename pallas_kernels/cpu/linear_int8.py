@@ -1,0 +1,281 @@
+"""y = x @ w.T for int8 w with a scale a row, and float32 x in two int8 digits with a scale a row, on Intel's matrix tiles (AMX).
+
+First chunks make the digits, each of up to 16 rows of x; later ones multiply a run of w's rows, loaded into tiles where they
+lie, with a block of x's rows.  Sums are exact, and what is computed of them is `quantized_dot`'s formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i1, i8, i32, i32x16
+from pallas_kernels.cpu.ffi_handler import add_handler, data, dim, wait_for_first
+from pallas_kernels.cpu.tiles import TILE_BYTES, TILE_ROWS, configured, load_tile, prefetch, store_tile, tile, transposed
+
+DEPTH = 64
+"""int8 a tile row."""
+PANEL_ROWS = 32
+"""Rows of w that are multiplied at a time: two tiles."""
+FEW_ROWS = TILE_ROWS // 2
+"""Both digits of up to so many rows of x fit into one tile."""
+_BLOCK_TILES = 16
+"""Of x that a chunk multiplies with its run of panels."""
+_RUN_BYTES = 3 << 18
+"""Of w that a chunk multiplies with its block of x: what stays in a core's L2."""
+_RUNS = 4
+"""A thread, at least: a slow one is waited for at the end."""
+_FLOAT = 4
+_TINY = 1e-30
+_STEP = DEPTH * PANEL_ROWS
+
+
+def scratch_bytes(num_rows: int, depth: int) -> int:
+    """Of the digits of x in the tiles' order, and of its rows' scales."""
+    tiles = -(-num_rows // TILE_ROWS)
+    return tiles * (depth // DEPTH * 2 * TILE_BYTES + TILE_ROWS * _FLOAT)
+
+
+def add_linear_int8(module: ir.Module, name: str, num_slots: int) -> None:
+    """The handler of (x f32[M, K], w i8[N, K], scales f32[N]) -> (y f32[M, N], scratch u8[]); K is a multiple of 64, N of 32."""
+
+    def plan(b: Emitter, args: list[ir.Value], rets: list[ir.Value]):
+        x, w, scales = args
+        rows, depth, columns = dim(b, x, 0), dim(b, x, 1), dim(b, w, 0)
+        tiles = _parts_of(b, rows, TILE_ROWS)
+        panels = b.sdiv(columns, b.int(PANEL_ROWS))
+        most = b.maximum(b.sdiv(b.int(_RUN_BYTES), b.times(depth, PANEL_ROWS)), 1)
+        run = b.minimum(most, _parts_of(b, panels, _RUNS * num_slots))
+        blocks, runs = _parts_of(b, tiles, _BLOCK_TILES), _parts_of(b, panels, run)
+        values = [*(data(b, buffer) for buffer in (x, w, scales, *rets)), rows, depth, columns, tiles, panels, run, blocks]
+        return values, b.add(tiles, b.mul(runs, blocks)), tiles
+
+    def chunk(b: Emitter, values: list[ir.Value], index: ir.Value, slot: ir.Value, job: ir.Value) -> None:
+        x, w, scales, y, scratch, rows, depth, columns, tiles, panels, run, blocks = values
+        emit = _Linear(b, x, w, scales, y, scratch, rows, depth, columns, tiles)
+        with b.if_else(b.icmp_signed("<", index, tiles)) as (quantize, multiply):
+            with quantize:
+                emit.quantize(index)
+            with multiply:
+                number = b.sub(index, tiles)
+                first = b.mul(b.sdiv(number, blocks), run)
+                last = b.minimum(b.add(first, run), panels)
+                emit.prefetch_panel(first)
+                wait_for_first(b, job)
+                start = b.times(b.srem(number, blocks), _BLOCK_TILES)
+                with configured(b, name):
+                    emit.multiply(first, last, start, b.minimum(b.plus(start, _BLOCK_TILES), tiles))
+
+    add_handler(module, name, 3, 2, plan, chunk, num_slots)
+
+
+def _parts_of(b: Emitter, total: ir.Value, size: int | ir.Value) -> ir.Value:
+    return b.sdiv(b.sub(b.plus(total, size), b.int(1)), b.int(size))
+
+
+class _Linear:
+    """Emits the two kinds of chunk.  The product has w's rows as rows and x's as columns, and is transposed at the end."""
+
+    def __init__(self, b: Emitter, x, w, scales, y, scratch, rows, depth, columns, tiles):
+        self._b, self._x, self._w, self._scales, self._y = b, x, w, scales, y
+        self._digits, self._rows, self._depth, self._columns = scratch, rows, depth, columns
+        self._steps = b.sdiv(depth, b.int(DEPTH))
+        self._tile_bytes = b.times(self._steps, 2 * TILE_BYTES)
+        self._row_scales = b.at(scratch, b.mul(tiles, self._tile_bytes))
+        self._is_few = b.icmp_signed("<=", rows, b.int(FEW_ROWS))
+
+    # -- first chunks
+
+    def quantize(self, row_tile: ir.Value) -> None:
+        """16 rows of x as [step, digit] tiles of [four of k, row]; up to 8 rows as [step] tiles of [four of k, digit, row]."""
+        b = self._b
+        with b.if_else(self._is_few) as (few, many):
+            with few:
+                self._quantize(row_tile, FEW_ROWS)
+            with many:
+                self._quantize(row_tile, TILE_ROWS)
+
+    def _quantize(self, row_tile: ir.Value, num_rows: int) -> None:
+        b = self._b
+        lines = []
+        for at in range(num_rows):
+            row = b.minimum(b.plus(b.times(row_tile, TILE_ROWS), at), b.sub(self._rows, b.int(1)))  # padding is never read
+            lines.append(b.at(self._x, b.times(b.mul(row, self._depth), _FLOAT)))
+        greatest = [b.alloca_once(i32x16, 64) for _ in lines]
+        for kept in greatest:
+            b.store(b.splat(0), kept)
+        with b.loop(0, self._depth, DEPTH) as k:
+            for line, kept in zip(lines, greatest):
+                sizes = [b.and_(b.read(line, b.plus(b.times(k, _FLOAT), 64 * part), i32x16), b.splat(0x7FFFFFFF)) for part in range(4)]
+                b.store(_greatest(b, [b.load(kept, typ=i32x16), *sizes]), kept)
+        inverses = [b.alloca_once(f32x16, 64) for _ in lines]
+        for at, (kept, inverse) in enumerate(zip(greatest, inverses)):
+            size = b.bitcast(_greatest_lane(b, b.load(kept, typ=i32x16)), f32)
+            scale = b.fmul(size, ir.Constant(f32, _float32(1 / 127)))
+            scale = b.select(b.fcmp_ordered("<", scale, ir.Constant(f32, _float32(_TINY))), ir.Constant(f32, _float32(_TINY)), scale)
+            b.write(scale, self._row_scales, b.times(b.plus(b.times(row_tile, TILE_ROWS), at), _FLOAT))
+            b.store(broadcast(b, b.fdiv(ir.Constant(f32, 1.0), scale), f32x16), inverse)
+        target = b.at(self._digits, b.mul(row_tile, self._tile_bytes))
+        with b.loop(0, self._steps) as step:
+            first, second = [], []
+            for line, inverse in zip(lines, inverses):
+                digits = self._digits_of(b.at(line, b.times(step, DEPTH * _FLOAT)), b.load(inverse, typ=f32x16))
+                for kept, digit in zip((first, second), digits):
+                    kept.append(digit)
+            tiles = [first + second] if num_rows == FEW_ROWS else [first, second]
+            for number, rows in enumerate(tiles):
+                for at, line in enumerate(transposed(b, rows)):
+                    b.write(line, target, b.plus(b.times(step, len(tiles) * TILE_BYTES), number * TILE_BYTES + 64 * at), 64)
+
+    def _digits_of(self, line: ir.Value, inverse: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Both digits of 64 floats, as 64 bytes each."""
+        b = self._b
+        parts: list[list[ir.Value]] = [[], []]
+        for part in range(4):
+            steps = b.fmul(b.read(line, 64 * part, f32x16), inverse)
+            first = b.intrinsic("llvm.rint.v16f32", f32x16, [steps])
+            rest = b.fmul(b.fsub(steps, first), ir.Constant(f32x16, [254.0] * 16))
+            for kept, digit in zip(parts, (first, b.intrinsic("llvm.rint.v16f32", f32x16, [rest]))):
+                kept.append(b.trunc(self._to_int(digit), ir.VectorType(i8, 16)))
+        return tuple(b.bitcast(_joined(b, of_digit), i32x16) for of_digit in parts)
+
+    def _to_int(self, values: ir.Value) -> ir.Value:
+        b = self._b
+        function = "llvm.x86.avx512.mask.cvtps2dq.512"  # NaN is a number then, and never poison
+        return b.intrinsic(function, i32x16, [values, b.splat(0), ir.Constant(ir.IntType(16), -1), ir.Constant(i32, 4)])
+
+    # -- later chunks
+
+    def prefetch_panel(self, panel: ir.Value) -> None:
+        b = self._b
+        start = b.mul(panel, b.times(self._depth, PANEL_ROWS))
+        with b.loop(0, self._steps) as step:
+            self._prefetch_step(start, step)
+
+    def _prefetch_step(self, start: ir.Value, step: ir.Value) -> None:
+        b = self._b
+        for line in range(0, _STEP, 64):
+            prefetch(b, b.at(self._w, b.plus(start, b.times(step, _STEP), line)))
+
+    def multiply(self, first: ir.Value, last: ir.Value, start: ir.Value, stop: ir.Value) -> None:
+        b = self._b
+        end = b.sub(last, b.int(1))
+        with b.if_else(self._is_few) as (few, many):
+            with few, b.loop(first, last) as panel:
+                self._block(panel, b.int(0), b.minimum(b.plus(panel, 1), end), self._few_sums)
+            with many:
+                with b.loop(first, last) as panel:
+                    self._block(panel, start, b.minimum(b.plus(panel, 1), end), self._sums)
+                with b.loop(b.plus(start, 1), stop) as row_tile, b.loop(first, last) as panel:
+                    self._block(panel, row_tile, None, self._sums)
+
+    def _block(self, panel: ir.Value, row_tile: ir.Value, next_panel: ir.Value | None, sums: Callable) -> None:
+        """32 rows of w with a tile of rows of x."""
+        b = self._b
+        first_row = b.times(row_tile, TILE_ROWS)
+        count = b.minimum(b.sub(self._rows, first_row), TILE_ROWS)
+        base = b.at(self._y, b.times(b.plus(b.mul(first_row, self._columns), b.times(panel, PANEL_ROWS)), _FLOAT))
+        row_bytes = b.times(self._columns, _FLOAT)
+        with b.loop(0, count) as at:  # lines of y are far apart: fetch them while the sums are made
+            for line in (0, 64):
+                prefetch(b, b.at(base, b.plus(b.mul(at, row_bytes), line)), for_write=True)
+        panel_bytes = b.times(self._depth, PANEL_ROWS)
+        of_x = b.at(self._digits, b.mul(row_tile, self._tile_bytes))
+        ahead = None if next_panel is None else b.mul(next_panel, panel_bytes)
+        row_scales = b.read(self._row_scales, b.times(first_row, _FLOAT), f32x16)
+        halves = sums(b.at(self._w, b.mul(panel, panel_bytes)), of_x, ahead)
+        for half, read_line in enumerate(halves):
+            lines = []
+            for at in range(TILE_ROWS):
+                column = b.plus(b.times(panel, PANEL_ROWS), half * TILE_ROWS + at)
+                scale = broadcast(b, b.read(self._scales, b.times(column, _FLOAT), f32), f32x16)
+                lines.append(b.bitcast(b.fmul(b.fmul(read_line(at), row_scales), scale), i32x16))
+            for at, line in enumerate(transposed(b, lines)):
+                with b.if_then(b.icmp_signed("<", b.int(at), count)):
+                    b.write(line, base, b.plus(b.times(row_bytes, at), 64 * half))
+
+    def _load_w(self, of_w: ir.Value, step: ir.Value) -> None:
+        """Into tiles 4 and 5."""
+        b = self._b
+        for half in range(2):
+            load_tile(b, 4 + half, of_w, b.plus(b.times(self._depth, TILE_ROWS * half), b.times(step, DEPTH)), self._depth)
+
+    def _sums(self, of_w: ir.Value, of_x: ir.Value, ahead: ir.Value | None) -> list[Callable[[int], ir.Value]]:
+        """Tiles 0 and 1 are sums of the first digit, 2 and 3 of the second; 6 and 7 are of x."""
+        b = self._b
+        kept = b.alloca_once(ir.ArrayType(i8, 4 * TILE_BYTES), 64)
+        for index in range(4):
+            tile(b, "tilezero", index)
+        with b.loop(0, self._steps) as step:
+            self._load_w(of_w, step)
+            for digit in range(2):
+                load_tile(b, 6 + digit, of_x, b.plus(b.times(step, 2 * TILE_BYTES), digit * TILE_BYTES))
+                for half in range(2):
+                    tile(b, "tdpbssd", 2 * digit + half, 4 + half, 6 + digit)
+            if ahead is not None:
+                self._prefetch_step(ahead, step)
+        for index in range(4):
+            store_tile(b, index, kept, index * TILE_BYTES)
+
+        def line(half: int, at: int) -> ir.Value:
+            first, second = (b.read(kept, (2 * digit + half) * TILE_BYTES + 64 * at, i32x16, 64) for digit in range(2))
+            return self._joined(first, second)
+
+        return [lambda at, half=half: line(half, at) for half in range(2)]
+
+    def _few_sums(self, of_w: ir.Value, of_x: ir.Value, ahead: ir.Value) -> list[Callable[[int], ir.Value]]:
+        """Tiles 0 and 1 are sums of both digits; 6 is of x."""
+        b = self._b
+        kept = b.alloca_once(ir.ArrayType(i8, 2 * TILE_BYTES), 64)
+        for index in range(2):
+            tile(b, "tilezero", index)
+        with b.loop(0, self._steps) as step:
+            self._load_w(of_w, step)
+            load_tile(b, 6, of_x, b.times(step, TILE_BYTES))
+            for half in range(2):
+                tile(b, "tdpbssd", half, 4 + half, 6)
+            self._prefetch_step(ahead, step)
+        for index in range(2):
+            store_tile(b, index, kept, index * TILE_BYTES)
+        swapped = ir.Constant(i32x16, [lane ^ FEW_ROWS for lane in range(TILE_ROWS)])
+
+        def line(half: int, at: int) -> ir.Value:
+            both = b.read(kept, half * TILE_BYTES + 64 * at, i32x16, 64)
+            return self._joined(both, b.shuffle_vector(both, both, swapped))
+
+        return [lambda at, half=half: line(half, at) for half in range(2)]
+
+    def _joined(self, first: ir.Value, second: ir.Value) -> ir.Value:
+        b = self._b
+        step = ir.Constant(f32x16, [_float32(1 / 254)] * 16)
+        return b.intrinsic("llvm.fma.v16f32", f32x16, [b.sitofp(second, f32x16), step, b.sitofp(first, f32x16)])
+
+
+def _greatest(b: Emitter, vectors: list[ir.Value]) -> ir.Value:
+    total, *rest = vectors
+    for vector in rest:
+        total = b.select(b.icmp_signed(">", vector, total), vector, total)
+    return total
+
+
+def _greatest_lane(b: Emitter, vector: ir.Value) -> ir.Value:
+    for distance in (8, 4, 2, 1):
+        lanes = ir.Constant(i32x16, [lane ^ distance for lane in range(16)])
+        vector = _greatest(b, [vector, b.shuffle_vector(vector, vector, lanes)])
+    return b.extract_element(vector, ir.Constant(i32, 0))
+
+
+def _joined(b: Emitter, vectors: list[ir.Value]) -> ir.Value:
+    while len(vectors) > 1:
+        lanes = range(2 * vectors[0].type.count)
+        mask = ir.Constant(ir.VectorType(i32, len(lanes)), list(lanes))
+        vectors = [b.shuffle_vector(*pair, mask) for pair in zip(vectors[::2], vectors[1::2])]
+    return vectors[0]
+
+
+def _float32(value: float) -> float:
+    """llvmlite writes constants with all their digits."""
+    import numpy as np
+
+    return float(np.float32(value))
