@@ -75,20 +75,13 @@ class HttpClient:
 
     @contextlib.asynccontextmanager
     async def _answer(self, method: str, path: str, body: bytes) -> AsyncIterator[AsyncIterator[bytes]]:
-        connection = self._idle.pop() if self._idle else None
+        head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}Accept: */*\r\n"
+        if body:
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        connection = None
         whole = False
         try:
-            if connection is not None and connection.reader.at_eof():
-                connection.close()
-                connection = None
-            if connection is None:
-                connection = await self._connect()
-            head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._headers}Accept: */*\r\n"
-            if body:
-                head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-            connection.writer.write(f"{head}\r\n".encode() + body)
-            await connection.writer.drain()
-            status, headers = await _head(connection.reader)
+            connection, status, headers = await self._send(f"{head}\r\n".encode() + body)
             parts = _body(connection.reader, headers)
             if status != 200:
                 text = b"".join([part async for part in parts]).decode(errors="replace")
@@ -103,6 +96,26 @@ class HttpClient:
         finally:
             if connection is not None:
                 self._idle.append(connection) if whole else connection.close()
+
+    async def _send(self, request: bytes) -> tuple[_Connection, int, dict[str, str]]:
+        """A kept connection may have been closed by the server as we wrote: before any answer, another is tried."""
+        while True:
+            kept = self._idle.pop() if self._idle else None
+            if kept is not None and kept.reader.at_eof():
+                kept.close()
+                continue
+            connection = kept or await self._connect()
+            try:
+                connection.writer.write(request)
+                await connection.writer.drain()
+                return connection, *await _head(connection.reader)
+            except (OSError, EOFError):
+                connection.close()
+                if kept is None:
+                    raise
+            except BaseException:
+                connection.close()
+                raise
 
     async def _connect(self) -> _Connection:
         return _Connection(

@@ -40,10 +40,12 @@ def openai_stream(client: HttpClient, model: str) -> Stream:
                 unknown.update(refused)
 
     async def stream(request: GenerateRequest) -> AsyncIterator[Piece]:
-        num_before = 0
+        num_before: int | None = 0
         async for event in events(request):
             piece = _piece(event, num_before)
-            if piece.usage is not None:
+            if piece.num_tokens is None or num_before is None:
+                num_before = None  # text without a count came: a usage at the end is not this message's alone
+            elif piece.usage is not None:
                 num_before = piece.usage.completion_tokens
             elif piece.num_tokens is not None:
                 num_before += piece.num_tokens
@@ -74,7 +76,7 @@ def to_message(request: GenerateRequest, model: str) -> tuple[str, dict[str, obj
     return "/v1/completions", message | {"prompt": prompt}
 
 
-def _piece(event: dict, num_before: int) -> Piece:
+def _piece(event: dict, num_before: int | None) -> Piece:
     usage = _usage(event.get("usage"))
     choices = event.get("choices") or ()
     if not choices:
@@ -84,7 +86,7 @@ def _piece(event: dict, num_before: int) -> Piece:
     token_ids = choice.get("token_ids")
     if token_ids is not None:
         num_tokens = len(token_ids)
-    elif usage is not None:
+    elif usage is not None and num_before is not None:
         num_tokens = usage.completion_tokens - num_before
     else:
         num_tokens = None if text else 0

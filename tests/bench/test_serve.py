@@ -92,7 +92,7 @@ async def test_nobody_at_the_address_is_one_error():
         assert refusal.value.code is Code.UNAVAILABLE
 
 
-@pytest.mark.parametrize("tells", ["ids", "running", "usage"])
+@pytest.mark.parametrize("tells", ["ids", "running", "usage", "last"])
 async def test_known_delays_of_an_openai_server(tells):
     async with openai_server(lambda number: M1, tells=tells, num_cached=2) as (url, bodies):
         figures, records = await run(
@@ -105,6 +105,14 @@ async def test_known_delays_of_an_openai_server(tells):
     assert bodies[0]["ignore_eos"] is True and bodies[0]["max_tokens"] == 11 and bodies[0]["temperature"] == 0.0
     assert len(bodies[0]["prompt"]) == 8 and bodies[0]["model"] == "peer"
     assert all(len(record.token_ids) == (11 if tells == "ids" else 0) for record in records)
+
+
+async def test_a_kept_connection_that_its_server_gave_up_costs_no_request():
+    async with openai_server(lambda number: ((0.0, 2),), answers_per_connection=1) as (url, bodies):
+        target = Target("openai", url, "peer")
+        figures, records = await run(target, RandomLoad(5, 8, 2), Pace(max_concurrency=1), Options(num_processes=1))
+    assert (figures["completed"], figures["failed"]) == (5, 0)
+    assert len(bodies) == 5 + Options().num_warmups  # none was answered twice
 
 
 async def test_an_openai_server_that_cuts_or_refuses_is_counted():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Iterable
 from urllib.parse import urlsplit
@@ -46,16 +47,20 @@ class ScriptedEngine(InProcessEngine):
 
 @contextlib.asynccontextmanager
 async def openai_server(
-    script: Callable[[int], Script], *, tells: str = "ids", num_cached: int = 0, refuse: int | None = None
+    script: Callable[[int], Script], *, tells: str = "ids", num_cached: int = 0, refuse: int | None = None,
+    answers_per_connection: int | None = None,
 ) -> AsyncIterator[tuple[str, list[dict]]]:
-    """(URL, bodies received) of a /v1/completions.  `tells`: ids, running (usage in every message), usage (at the end)
-    or nothing.  `refuse`: answers with this status."""
+    """(URL, bodies received) of a /v1/completions.  `tells`: ids, running (usage in every message), usage (at the end),
+    last (usage in the message that tells the reason) or nothing.  `refuse`: answers with this status.  After so many
+    answers a connection ends as the next request arrives, as one does that its server had given up meanwhile."""
     bodies: list[dict] = []
     ids = [8]
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            while first := await reader.readline():
+            for number in itertools.count():
+                if not (first := await reader.readline()) or number == answers_per_connection:
+                    break
                 length = 0
                 while (line := (await reader.readline()).strip()):
                     if line.lower().startswith(b"content-length:"):
@@ -87,8 +92,9 @@ async def openai_server(
             if tells == "running":
                 event["usage"] = _usage(prompt, total, num_cached)
             await _send(writer, event)
-        await _send(writer, {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]})
-        if tells != "nothing":
+        last = {"choices": [{"index": 0, "text": "", "finish_reason": "length"}]}
+        await _send(writer, last | ({"usage": _usage(prompt, total, num_cached)} if tells == "last" else {}))
+        if tells not in ("nothing", "last"):
             await _send(writer, {"choices": [], "usage": _usage(prompt, total, num_cached)})
         await _send(writer, None)
         writer.write(b"0\r\n\r\n")

@@ -13,7 +13,7 @@ from jserve.bench.target import Target
 from tests.support.fake_engine import FakeEngine
 from tests.support.grpc_server import serving
 from tools import compare_peers
-from tools.peers import agreement, servers, table
+from tools.peers import agreement, environments, servers, table
 
 ROW = table.Row(
     peer="vLLM float32", our_name="jserve float32", load="128 in, 64 out", concurrency=8, ours=120.0, theirs=80.0,
@@ -86,3 +86,13 @@ def test_float32_tokens_may_part_only_where_rounding_explains_it():
     assert ROW.unexplained_nats is None and replace(ROW, agreement=parted).unexplained_nats is None
     sure = replace(ROW, agreement=parted | {"margins": [0.001, 0.7]})
     assert sure.unexplained_nats == 0.7 and replace(sure, peer="vLLM bfloat16").unexplained_nats is None
+
+
+def test_the_kernels_of_llama_cpp_are_mended_once(tmp_path):
+    kernels = tmp_path / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+    kernels.parent.mkdir(parents=True)
+    kernels.write_text('#include "amx.h"\n')
+    assert environments._mend_tiles(tmp_path)
+    assert kernels.read_text() == '#include "amx_tiles.h"\n#include "amx.h"\n'
+    assert "ldtilecfg" in kernels.with_name("amx_tiles.h").read_text()
+    assert not environments._mend_tiles(tmp_path)  # so that a finished build stays finished

@@ -16,6 +16,7 @@ VLLM_TORCH = "torch==2.13.0"
 NOT_NEEDED = ("torch", "torchvision", "torchaudio", "torchcodec")
 """Left out of vLLM's requirements: the first is there already, the others serve images and sound."""
 DONE = "complete"
+TILES = Path(__file__).with_name("amx_tiles.h")
 JOBS = str(os.cpu_count() or 1)
 
 
@@ -41,7 +42,8 @@ def llama_server(folder: Path) -> Path:
     """
     target = folder / "llama.cpp"
     binary = target / "build" / "bin" / "llama-server"
-    if (target / DONE).exists():
+    source, build = target / "vendor" / "llama.cpp", target / "build"
+    if (target / DONE).exists() and not _mend_tiles(source):
         return binary
     if not (target / "version").exists():  # else an interrupted build goes on where it was
         shutil.rmtree(target, ignore_errors=True)
@@ -51,7 +53,7 @@ def llama_server(folder: Path) -> Path:
         (archive,) = target.glob("llama_cpp_python-*.tar.gz")
         _run(["tar", "xzf", str(archive), "-C", str(target), "--strip-components", "1"])
         (target / "version").write_text(re.search(r"python-(.*)\.tar", archive.name)[1])
-    source, build = target / "vendor" / "llama.cpp", target / "build"
+    _mend_tiles(source)
     flags = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF",
              "-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=ON",
              "-DLLAMA_BUILD_WEBUI=OFF"]
@@ -59,6 +61,17 @@ def llama_server(folder: Path) -> Path:
     _run(["cmake", "--build", str(build), "--target", "llama-server", "-j", JOBS])
     (target / DONE).touch()
     return binary
+
+
+def _mend_tiles(source: Path) -> bool:
+    """llama.cpp's AMX kernels include our form of the compiler's intrinsics; whether that is news."""
+    kernels = source / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+    line, text = f'#include "{TILES.name}"\n', kernels.read_text()
+    if text.startswith(line):
+        return False
+    shutil.copyfile(TILES, kernels.with_name(TILES.name))
+    kernels.write_text(line + text)
+    return True
 
 
 def version(python: Path, package: str) -> str:
