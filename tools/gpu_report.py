@@ -33,6 +33,8 @@ INSTRUCTIONS = {"wgmma": "wgmma.mma_async", "tcgen05": "tcgen05.mma", "mma": "mm
                 "cp_async": "cp.async.cg"}
 XLA_FOLDER = "xla"
 """Within what DUMP names."""
+DUMP_EMITTERS = "--xla_dump_emitter_re=.*"
+"""jax 0.12 writes the PTX of no kernel without it."""
 NUM_LAYERS, NUM_BLOCKS = 2, 2048
 
 
@@ -99,7 +101,7 @@ def prepare_environment() -> None:
     targets.configure_environment()
     os.environ |= {DUMP: tempfile.mkdtemp(prefix="mosaic-gpu.")}
     os.environ |= {"MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={os.environ[DUMP]}/{XLA_FOLDER}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_dump_to={os.environ[DUMP]}/{XLA_FOLDER} {DUMP_EMITTERS}"
 
 
 def run(compile_program, *arguments) -> dict:

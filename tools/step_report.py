@@ -159,7 +159,7 @@ def measure(compiled, local_shapes: dict[str, tuple[int, ...]]) -> dict:
         "accessed_bytes": int(cost_of(compiled).get("bytes accessed", 0)),
         "copies": copies,
         "collectives": dict(collections.Counter(re.findall(rf" ({COLLECTIVES})(?:-start)?\(", text))),
-        "kernel_calls": len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu)', text)),
+        "kernel_calls": len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu\$xla.gpu.triton)', text)),
     }
 
 
