@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -47,7 +46,8 @@ def test_a_flood_of_one_of_two_clients_leaves_the_other_within_twice_its_latency
                 auth_file(tmp_path, LIMITS)
     print(f"\nmedian end-to-end ms of blue, round by round: alone {alone}, beside a flood of 16 with a limit of "
           f"1 running {limited}, without a limit {unlimited}")
-    ratio, without = (statistics.median(some) / statistics.median(alone) for some in (limited, unlimited))
+    # The least of the rounds: what else the machine does can only add to a latency, and never the same to each.
+    ratio, without = (min(some) / min(alone) for some in (limited, unlimited))
     print(f"with the limit {ratio:.2f}x, without {without:.2f}x")
     assert ratio <= 2 < without
 
