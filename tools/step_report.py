@@ -7,7 +7,9 @@
 
 Compiles the programs that the engine would: its memory plan sizes the pool (planner's figures of the device), its
 compile plan the buckets, its ProgramSet lowers.  One JSON line a program; exits with 2 where the model does not divide
-or fit.  Needs libtpu or jax's CUDA plugin (`pip install jserve[compile]`); one GPU target a process.  Runs nothing.
+or fit.  `accessed_bytes` is the compiler's count (none on GPU); `moved_bytes` that of tools/hlo_traffic.py, loops as often as they
+run; `counted_as_compiler` the same with loops once, all memories and no kernels, to compare with the first.  Needs libtpu or
+jax's CUDA plugin (`pip install jserve[compile]`); one GPU target a process.  Runs nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 import argparse
 import collections
 import json
+import math
 import re
 import sys
 import time
@@ -144,7 +147,11 @@ def settings(model, placement, quantize: str):
 
 def measure(compiled, local_shapes: dict[str, tuple[int, ...]]) -> dict:
     """Bytes of one device, copies of anything that must stay where it is, and what devices exchange."""
+    from tools import hlo_traffic
+
     memory, text = compiled.memory_analysis(), compiled.as_text()
+    moved = hlo_traffic.moved_bytes(text, math.prod(local_shapes["pool"]))
+    as_compiler = hlo_traffic.moved_bytes(text, every_memory=True, trips=False)
     outside_fusions = without_fusions(text)
     copies = {
         name: count
@@ -157,6 +164,10 @@ def measure(compiled, local_shapes: dict[str, tuple[int, ...]]) -> dict:
         "temporary_bytes": memory.temp_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "accessed_bytes": int(cost_of(compiled).get("bytes accessed", 0)),
+        "counted_as_compiler": sum(count for kind, count in as_compiler.items() if kind != "tpu_custom_call"),
+        "moved_bytes": moved.total(),
+        "moved_by": dict(moved.most_common(6)),
+        "loops_of_unknown_length": hlo_traffic.loops_of_unknown_length(text),
         "copies": copies,
         "collectives": dict(collections.Counter(re.findall(rf" ({COLLECTIVES})(?:-start)?\(", text))),
         "kernel_calls": len(re.findall(r'custom_call_target="(?:tpu_custom_call|mosaic_gpu|__gpu\$xla.gpu.triton)', text)),
