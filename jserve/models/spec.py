@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jserve.models.packed import PackedMatrix, packed_row_bytes
+from jserve.models.packed import PackedMatrix, packed_row_bytes, packed_shape
 from jserve.models.quantized import QuantizedMatrix, quantize_rows
 from jserve.parallel.placement import Placement
 
@@ -155,8 +155,7 @@ def shapes(specs: Any, placement: Placement) -> Any:
     def shape(spec: ParamSpec) -> Any:
         axes = spec.logical_axes
         if spec.packed is not None:
-            row_bytes = packed_row_bytes(spec.shape[-1], spec.packed)
-            return PackedMatrix(placed((*spec.shape[:-1], row_bytes), jnp.dtype(jnp.uint8), axes), spec.packed)
+            return PackedMatrix(placed(packed_shape(spec.shape, spec.packed), jnp.dtype(jnp.uint8), axes), spec.packed)
         if spec.quantized:
             scales = placed(spec.shape[:-1], jnp.dtype(jnp.float32), axes[:-1])
             return QuantizedMatrix(placed(spec.shape, jnp.dtype(jnp.int8), axes), scales)

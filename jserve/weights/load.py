@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from jserve.models.config import ModelConfig, ModelError
-from jserve.models.packed import PackedMatrix, can_pack, packed_row_bytes
+from jserve.models.packed import PackedMatrix, can_pack, packed_row_bytes, packed_shape
 from jserve.models.quantized import QuantizedMatrix, quantize_rows
 from jserve.models.registry import model_code
 from jserve.models.spec import ParamSpec, Piece, checkpoint_tensors, leaves, num_bytes
@@ -28,6 +28,7 @@ from jserve.weights.checkpoint import HEAD, Checkpoint, open_checkpoint
 from jserve.weights.errors import WeightsError
 from jserve.weights.tensor import StoredTensor
 from pallas_kernels.cpu.ops import why_no_tiles
+from pallas_kernels.cpu.packed_layout import tiled
 
 Progress = Callable[[int, int], None]
 """(bytes of parameters that are in place, bytes of all parameters)"""
@@ -131,11 +132,14 @@ def _load_whole(spec: ParamSpec, checkpoint: Checkpoint, placement: Placement) -
     arrays = [aligned_empty(shape, dtype) for shape, dtype, _ in _arrays(spec)]
     for name, piece, layer in checkpoint_tensors(spec):
         _read(spec, piece, layer, checkpoint.tensors[name], arrays)
+    if spec.packed is not None:
+        arrays = [_in_tiles(arrays[0], spec)]
     return [placement.put(array, axes) for array, (_, _, axes) in zip(arrays, _arrays(spec))]
 
 
 def _load_by_layer(spec: ParamSpec, checkpoint: Checkpoint, placement: Placement) -> list[jax.Array]:
     """One layer after another through the same host memory, so that a model may be larger than that."""
+    assert spec.packed is None, f"{spec}: packed matrices are of the CPU, whose memory is the host's"
     arrays = [aligned_empty((1, *shape[1:]), dtype) for shape, dtype, _ in _arrays(spec)]
     placed = [placement.empty(shape, dtype, axes) for shape, dtype, axes in _arrays(spec)]
     for layer, found in itertools.groupby(checkpoint_tensors(spec), key=lambda one: one[2]):
@@ -146,6 +150,14 @@ def _load_by_layer(spec: ParamSpec, checkpoint: Checkpoint, placement: Placement
             for whole, array, (_, _, axes) in zip(placed, arrays, _arrays(spec))
         ]
     return placed
+
+
+def _in_tiles(rows: np.ndarray, spec: ParamSpec) -> np.ndarray:
+    """The same memory in the kernel's order, a layer at a time."""
+    result = rows.reshape(packed_shape(spec.shape, spec.packed))
+    for before, after in zip(rows, result) if spec.stacked else [(rows, result)]:
+        after[...] = tiled(before, spec.packed)
+    return result
 
 
 def _arrays(spec: ParamSpec) -> list[tuple[tuple[int, ...], np.dtype, tuple[str, ...]]]:

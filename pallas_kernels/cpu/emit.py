@@ -127,6 +127,11 @@ def broadcast(b: Emitter, value: ir.Value, kind: ir.VectorType) -> ir.Value:
     return b.shuffle_vector(first, nothing, ir.Constant(i32x16, [0] * LANES))
 
 
+def fma(b: Emitter, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+    """x * y + z of 16 floats, rounded once."""
+    return b.intrinsic("llvm.fma.v16f32", f32x16, [x, y, z])
+
+
 def sum_lanes(b: Emitter, vector: ir.Value) -> ir.Value:
     return _fold(b, vector, b.fadd)
 

@@ -1,4 +1,4 @@
-"""y = x @ w.T in float32 on Intel's matrix tiles (AMX), for whole rows of bfloat16 parts.
+"""y = x @ w.T of float32 matrices on Intel's matrix tiles (AMX).
 
 A float32 is the exact sum of three bfloat16 numbers.  Of the nine products of parts the six largest are computed and summed in
 float32 (what XLA calls BF16_BF16_F32_X6); the three left out are below 2^-24 of the product, the rounding of float32 itself.
@@ -12,17 +12,15 @@ number of rows, so a row's result does not depend on its batch (of more than eig
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import NamedTuple
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i1, i8, i32x16, sum_lanes
+from pallas_kernels.cpu.emit import Emitter, f32x16, fma, i1, i8, i32x16, sum_lanes
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim, wait_for_first
-from pallas_kernels.cpu.ops import BLOCK_BYTES
+from pallas_kernels.cpu.parts import PARTS, pairs_of_parts
 from pallas_kernels.cpu.tiles import TILE_BYTES, TILE_ROWS, configured, load_tile, prefetch, store_tile, tile, transposed
 
-PARTS = 3
 FEW_ROWS = 8
 """Up to so many rows of x, splitting w would cost more than multiplying in float32 does."""
 PANEL_ROWS = 32
@@ -38,6 +36,7 @@ _PRODUCTS = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0), (0, 0))
 _FLOAT = 4
 _CACHED_BYTES = 5 << 18
 """Of packed rows of x that are multiplied with all panels before the next ones are: what stays in a core's L2."""
+_STEP_OF_W = TILE_DEPTH * _FLOAT
 _RUN_PANELS = 100
 """Panels a thread from which there is more than one run for it."""
 
@@ -49,11 +48,8 @@ def scratch_bytes(num_rows: int, depth: int, num_slots: int) -> tuple[int, int]:
     return pairs * steps * _STEP_BYTES, 2 * num_slots * steps * _STEP_BYTES
 
 
-def add_matmul(module: ir.Module, name: str, num_slots: int, encoding: str = "F32") -> None:
-    """The handler of (x f32[M, K], w) -> (y f32[M, N], packed u8[], panels u8[]); K and N are multiples of 32.
-
-    w is f32[N, K] where the encoding is F32, else u8[N, K / 32 * bytes] of blocks as GGUF stores them.
-    """
+def add_matmul(module: ir.Module, name: str, num_slots: int) -> None:
+    """The handler of (x f32[M, K], w f32[N, K]) -> (y f32[M, N], packed u8[], panels u8[]); K and N are multiples of 32."""
 
     def plan(b: Emitter, args: list[ir.Value], rets: list[ir.Value]):
         x, w = args
@@ -79,7 +75,7 @@ def add_matmul(module: ir.Module, name: str, num_slots: int, encoding: str = "F3
         with b.if_then(b.icmp_signed("<=", rows, b.int(FEW_ROWS))):
             for count in range(1, FEW_ROWS + 1):
                 with b.if_then(b.icmp_signed("==", rows, b.int(count))):
-                    _multiply_few(b, x, w, y, count, columns, steps, first, last, encoding)
+                    _multiply_few(b, x, w, y, count, columns, steps, first, last)
         with b.if_then(b.icmp_signed(">", rows, b.int(FEW_ROWS))), b.if_else(
             b.icmp_signed("<", index, num_first)
         ) as (pack, multiply):
@@ -91,92 +87,34 @@ def add_matmul(module: ir.Module, name: str, num_slots: int, encoding: str = "F3
                 wait_for_first(b, job)
                 own = b.at(scratch, b.mul(slot, b.times(steps, 2 * _STEP_BYTES)))
                 with configured(b, name):
-                    _Panels(b, w, packed, y, own, rows, columns, steps, encoding).multiply(first, last, tiles)
+                    _Panels(b, w, packed, y, own, rows, columns, steps).multiply(first, last, tiles)
 
     add_handler(module, name, 2, 3, plan, chunk, num_slots)
 
 
-def _multiply_few(b: Emitter, x, w, y, rows: int, columns, steps, first, last, encoding: str) -> None:
+def _multiply_few(b: Emitter, x, w, y, rows: int, columns, steps, first, last) -> None:
     """Panels first..last for `rows` rows of x, in plain float32."""
-    read, block_bytes = _BLOCKS[encoding]
     nothing = ir.Constant(f32x16, [0.0] * 16)
     sums = [[b.alloca_once(f32x16, 64) for _ in range(2)] for _ in range(rows)]
     line = b.times(steps, TILE_DEPTH * _FLOAT)
     with b.loop(b.times(first, PANEL_ROWS), b.times(last, PANEL_ROWS)) as column:
-        source = b.at(w, b.mul(column, b.times(steps, block_bytes)))
+        source = b.at(w, b.mul(column, line))
         for chain in sums:
             for kept in chain:
                 b.store(nothing, kept)
         with b.loop(0, steps) as step:
-            halves = read(b, b.at(source, b.times(step, block_bytes)))
+            halves = _read(b, b.at(source, b.times(step, _STEP_OF_W)))
             for row, chain in enumerate(sums):
                 at = b.at(x, b.plus(b.times(line, row), b.times(step, TILE_DEPTH * _FLOAT)))
-                for weights, values, kept in zip(halves, _read_float32(b, at), chain):
-                    total = b.intrinsic("llvm.fma.v16f32", f32x16, [weights, values, b.load(kept, typ=f32x16)])
-                    b.store(total, kept)
+                for weights, values, kept in zip(halves, _read(b, at), chain):
+                    b.store(fma(b, weights, values, b.load(kept, typ=f32x16)), kept)
         for row, chain in enumerate(sums):
             total = sum_lanes(b, b.fadd(*(b.load(kept, typ=f32x16) for kept in chain)))
             b.write(total, y, b.times(b.plus(b.times(columns, row), column), _FLOAT))
 
 
-def _split(b: Emitter, x: ir.Value) -> list[ir.Value]:
-    """The three parts of 16 floats, each in the upper half of its lane; what is below the half of the last is garbage."""
-    parts = []
-    for _ in range(PARTS - 1):
-        part = b.and_(b.add(b.bitcast(x, i32x16), b.splat(0x8000)), b.splat(0xFFFF0000))  # rounded to nearest
-        x = b.fsub(x, b.bitcast(part, f32x16))  # exact
-        parts.append(part)
-    return [*parts, b.bitcast(x, i32x16)]
-
-
-def _parts(b: Emitter, low: ir.Value, high: ir.Value) -> list[ir.Value]:
-    """32 floats as 16 pairs of bfloat16 for each part: (j, j + 16) rather than neighbours, which both operands may agree on and
-    which takes a shift instead of a shuffle."""
-    upper = b.splat(0xFFFF0000)
-    pairs = zip(_split(b, low), _split(b, high))
-    return [b.or_(b.lshr(first, b.splat(16)), b.and_(second, upper)) for first, second in pairs]
-
-
-def _read_float32(b: Emitter, at: ir.Value) -> tuple[ir.Value, ir.Value]:
+def _read(b: Emitter, at: ir.Value) -> tuple[ir.Value, ir.Value]:
     return b.read(at, 0, f32x16), b.read(at, 64, f32x16)
-
-
-def _read_q4_1(b: Emitter, at: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """d, m (float16), then weights 0..15 in the low and 16..31 in the high halves of 16 bytes: d * q + m.  The product is exact,
-    so that one rounding is all there is, as in two operations."""
-    scale, minimum = _half(b, at, 0), _half(b, at, 2)
-    fma = lambda q: b.intrinsic("llvm.fma.v16f32", f32x16, [q, scale, minimum])
-    return tuple(fma(b.sitofp(q, f32x16)) for q in _nibbles(b, at, 4))
-
-
-def _read_q4_0(b: Emitter, at: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """d, then as Q4_1: d * (q - 8)."""
-    scale = _half(b, at, 0)
-    return tuple(b.fmul(b.sitofp(b.sub(q, b.splat(8)), f32x16), scale) for q in _nibbles(b, at, 2))
-
-
-def _read_q8_0(b: Emitter, at: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """d, then 32 int8: d * q."""
-    scale = _half(b, at, 0)
-    values = (b.sext(b.read(at, 2 + 16 * half, _BYTES, align=1), i32x16) for half in range(2))
-    return tuple(b.fmul(b.sitofp(q, f32x16), scale) for q in values)
-
-
-def _half(b: Emitter, at: ir.Value, offset: int) -> ir.Value:
-    return broadcast(b, b.fpext(b.read(at, offset, ir.HalfType(), align=1), f32), f32x16)
-
-
-def _nibbles(b: Emitter, at: ir.Value, offset: int) -> tuple[ir.Value, ir.Value]:
-    both = b.zext(b.read(at, offset, _BYTES, align=1), i32x16)
-    return b.and_(both, b.splat(15)), b.lshr(both, b.splat(4))
-
-
-_BYTES = ir.VectorType(i8, 16)
-_BLOCKS = MappingProxyType({
-    "F32": (_read_float32, TILE_DEPTH * _FLOAT), "Q4_0": (_read_q4_0, BLOCK_BYTES["Q4_0"]),
-    "Q4_1": (_read_q4_1, BLOCK_BYTES["Q4_1"]), "Q8_0": (_read_q8_0, BLOCK_BYTES["Q8_0"]),
-})
-"""encoding -> (reads 32 weights as two vectors, bytes they take)."""
 
 
 def _pack_rows(b: Emitter, x, packed, rows, steps, tile, first, last) -> None:
@@ -187,7 +125,7 @@ def _pack_rows(b: Emitter, x, packed, rows, steps, tile, first, last) -> None:
             row = b.plus(b.times(tile, TILE_ROWS), at)
             is_row = b.icmp_signed("<", row, rows)
             line = b.times(b.mul(b.select(is_row, row, b.int(0)), steps), TILE_DEPTH * _FLOAT)
-            parts = _parts(b, *_read_float32(b, b.at(x, b.plus(line, b.times(step, TILE_DEPTH * _FLOAT)))))
+            parts = pairs_of_parts(b, *_read(b, b.at(x, b.plus(line, b.times(step, TILE_DEPTH * _FLOAT)))))
             for collected, part in zip(by_part, parts):
                 collected.append(b.select(is_row, part, b.splat(0)))
         pair, place = b.sdiv(tile, b.int(2)), b.srem(tile, b.int(2))
@@ -205,17 +143,17 @@ class _Share(NamedTuple):
 
 
 class _Panels:
-    """Emits the product of a run of panels of w with all rows of x.  Tiles 0 to 3 are sums, 4 and 5 of w, 6 and 7 of x.
+    """Emits the product of a run of panels of w with all rows of x.  Tiles 0 to 3 are sums, 4 is of w, 5 of x: the fewer
+    tiles live, the faster products are while another thread of the core uses tiles as well (matmul_packed).
 
     While one panel is multiplied, the next one is split, a few rows with each pair of row tiles of x: its reads from memory
     hide behind the products, and what the tiles load was stored long before.
     """
 
-    def __init__(self, b: Emitter, w, packed, y, scratch, rows, columns, steps, encoding: str):
+    def __init__(self, b: Emitter, w, packed, y, scratch, rows, columns, steps):
         self._b, self._w, self._packed, self._y = b, w, packed, y
         self._rows, self._columns, self._steps = rows, columns, steps
-        self._read, self._block_bytes = _BLOCKS[encoding]
-        self._row_bytes = b.times(steps, self._block_bytes)
+        self._row_bytes = b.times(steps, _STEP_OF_W)
         self._panel_bytes = b.times(self._row_bytes, PANEL_ROWS)
         self._buffers = scratch, b.at(scratch, b.times(steps, _STEP_BYTES))
         self._sums = b.alloca_once(ir.ArrayType(i8, 4 * TILE_BYTES), 64)
@@ -275,29 +213,31 @@ class _Panels:
     def _split(self, panel: ir.Value, step: ir.Value, begin: ir.Value, end: ir.Value) -> None:
         """Rows begin..end of a panel at one step of k: [part, row] of 64 bytes, which is two tiles a part."""
         b = self._b
-        source = b.plus(b.mul(panel, self._panel_bytes), b.times(step, self._block_bytes))
+        source = b.plus(b.mul(panel, self._panel_bytes), b.times(step, _STEP_OF_W))
         target = b.at(self._buffer(panel), b.times(step, _STEP_BYTES))
         with b.loop(begin, end) as row:
             offset = b.add(source, b.mul(row, self._row_bytes))
-            for part, values in enumerate(_parts(b, *self._read(b, b.at(self._w, offset)))):
+            for part, values in enumerate(pairs_of_parts(b, *_read(b, b.at(self._w, offset)))):
                 b.write(values, target, b.plus(b.times(row, 64), 2 * part * TILE_BYTES), 64)
             ahead = b.at(self._w, b.add(offset, self._panel_bytes))  # beyond the end does no harm
-            for line in range(0, self._block_bytes, 64):
+            for line in range(0, _STEP_OF_W, 64):
                 prefetch(b, b.at(ahead, line))
 
     def _step(self, of_panel: ir.Value, step: ir.Value, pair: ir.Value, width: int) -> None:
+        """One tile is loaded for each product: a tile is changed at a time, from product to product."""
         b = self._b
         of_w = b.times(step, _STEP_BYTES)
         of_x = b.times(b.add(b.mul(pair, self._steps), step), _STEP_BYTES)
-        loaded = (None, None)
+        loaded_w, loaded_x = None, None
+        half, place = 0, 0
         for part_w, part_x in _PRODUCTS:
-            if part_w != loaded[0]:
-                for half in range(2):
-                    load_tile(b, 4 + half, of_panel, b.plus(of_w, (2 * part_w + half) * TILE_BYTES))
-            if part_x != loaded[1]:
-                for place in range(width):
-                    load_tile(b, 6 + place, self._packed, b.plus(of_x, (2 * part_x + place) * TILE_BYTES))
-            loaded = part_w, part_x
-            for half in range(2):
-                for place in range(width):
-                    tile(b, "tdpbf16ps", width * half + place, 4 + half, 6 + place)
+            order = [(half, place), (1 - half, place)]
+            if width == 2:
+                order += [(1 - half, 1 - place), (half, 1 - place)]
+            for half, place in order:
+                if loaded_w != (part_w, half):
+                    load_tile(b, 4, of_panel, b.plus(of_w, (2 * part_w + half) * TILE_BYTES))
+                if loaded_x != (part_x, place):
+                    load_tile(b, 5, self._packed, b.plus(of_x, (2 * part_x + place) * TILE_BYTES))
+                loaded_w, loaded_x = (part_w, half), (part_x, place)
+                tile(b, "tdpbf16ps", width * half + place, 4, 5)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.cpu.compiled import compile_handler, num_slots, why_no_simd, why_no_tiles
-
-BLOCK_BYTES = MappingProxyType({"Q4_0": 18, "Q4_1": 20, "Q8_0": 34})
-"""GGUF's encodings that `matmul_packed` reads: bytes of 32 weights."""
+from pallas_kernels.cpu.packed_layout import BLOCK_BYTES, COLUMNS, DEPTH
 
 
 def serves_matmul(x_TD: jax.Array, weight_OD: jax.Array) -> bool:
@@ -26,24 +23,25 @@ def serves_matmul(x_TD: jax.Array, weight_OD: jax.Array) -> bool:
 
 def matmul(x_TD: jax.Array, weight_OD: jax.Array) -> jax.Array:
     """f32[T, O] = x @ weight.T with the accuracy of float32; on CPU only, where `serves_matmul`."""
-    return _matmul(x_TD, weight_OD, "F32")
-
-
-def matmul_packed(x_TD: jax.Array, blocks_OB: jax.Array, encoding: str) -> jax.Array:
-    """As `matmul` of the weights that u8[O, D / 32 * BLOCK_BYTES[encoding]] stands for, bit for bit."""
-    if x_TD.shape[1] // 32 * BLOCK_BYTES[encoding] != blocks_OB.shape[1]:
-        raise ValueError(f"x {x_TD.shape} does not fit rows of {blocks_OB.shape[1]} bytes of {encoding}")
-    return _matmul(x_TD, blocks_OB, encoding)
-
-
-def _matmul(x_TD: jax.Array, weight: jax.Array, encoding: str) -> jax.Array:
     from pallas_kernels.cpu.matmul import scratch_bytes
 
-    num_rows, depth = x_TD.shape
-    results = jax.ShapeDtypeStruct((num_rows, weight.shape[0]), jnp.float32), *(
-        jax.ShapeDtypeStruct((size,), jnp.uint8) for size in scratch_bytes(num_rows, depth, num_slots())
-    )
-    return jax.ffi.ffi_call(register_matmul(encoding), results)(x_TD, weight)[0]
+    scratch = scratch_bytes(*x_TD.shape, num_slots())
+    return _matmul(register_matmul("F32"), x_TD, weight_OD, weight_OD.shape[0], scratch)
+
+
+def matmul_packed(x_TD: jax.Array, tiles_NB: jax.Array, encoding: str) -> jax.Array:
+    """f32[T, O] = x @ weight.T with the accuracy of float32, of the weights that `tiled` made u8[O / 16, bytes] of."""
+    from pallas_kernels.cpu.matmul_packed import scratch_bytes
+
+    if x_TD.shape[1] // DEPTH * BLOCK_BYTES[encoding] * COLUMNS != tiles_NB.shape[1]:
+        raise ValueError(f"x {x_TD.shape} does not fit tiles of {tiles_NB.shape[1]} bytes of {encoding}")
+    scratch = scratch_bytes(*x_TD.shape, num_slots())
+    return _matmul(register_matmul(encoding), x_TD, tiles_NB, tiles_NB.shape[0] * COLUMNS, scratch)
+
+
+def _matmul(name: str, x_TD: jax.Array, weight: jax.Array, num_outputs: int, scratch: tuple[int, ...]) -> jax.Array:
+    y = jax.ShapeDtypeStruct((x_TD.shape[0], num_outputs), jnp.float32)
+    return jax.ffi.ffi_call(name, (y, *(jax.ShapeDtypeStruct((size,), jnp.uint8) for size in scratch)))(x_TD, weight)[0]
 
 
 def serves_int8(weight_OD: jax.Array) -> bool:
@@ -81,9 +79,13 @@ def register_matmul(encoding: str) -> str:
     """Compiles the kernel if need be; its name in XLA.  NotImplementedError says what this machine lacks."""
     if lack := why_no_tiles():  # asking is also what makes Linux grant the tiles
         raise NotImplementedError(lack)
-    from pallas_kernels.cpu.matmul import add_matmul
+    if encoding == "F32":
+        from pallas_kernels.cpu.matmul import add_matmul
 
-    return compile_handler(f"jserve_matmul_{encoding.lower()}", add_matmul, encoding)
+        return compile_handler("jserve_matmul_f32", add_matmul)
+    from pallas_kernels.cpu.matmul_packed import add_matmul_packed
+
+    return compile_handler(f"jserve_matmul_{encoding.lower()}", add_matmul_packed, encoding)
 
 
 def attention(

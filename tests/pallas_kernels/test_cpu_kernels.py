@@ -16,6 +16,7 @@ from jserve.models.layers import linear
 from jserve.models.quantized import QuantizedMatrix, two_digit_dot
 from pallas_kernels.cpu import compiled
 from pallas_kernels.cpu.ops import linear_int8, matmul, matmul_packed, serves_matmul, why_no_simd, why_no_tiles
+from pallas_kernels.cpu.packed_layout import tiled
 from pallas_kernels.paged_attention import AttentionSpec, choose, layout
 from pallas_kernels.paged_attention.cases import CASES, Heads, build, twin
 from tests.pallas_kernels.test_paged_attention import assert_right, small
@@ -80,17 +81,43 @@ class TestMatmul:
         assert "jserve_matmul" in traced.lower().as_text()
         assert "jserve_matmul" not in traced.lower(lowering_platforms=("tpu",)).as_text()
 
-    @pytest.mark.parametrize("encoding", ["Q4_0", "Q4_1", "Q8_0"])
-    @pytest.mark.parametrize("rows", [1, 3, 40])
-    def test_packed_weights_give_the_bits_of_the_float32_that_they_stand_for(self, encoding, rows):
-        x, w = operands(rows, 96, 64, 7)
-        blocks = gguf.quantize(w, gguf.GGMLQuantizationType[encoding])
-        expected = matmul(x, gguf.dequantize(blocks, gguf.GGMLQuantizationType[encoding]))
-        np.testing.assert_array_equal(matmul_packed(x, blocks, encoding), expected)
 
-    def test_packed_rows_of_another_length_are_refused(self):
-        with pytest.raises(ValueError, match="40 bytes of Q4_1"):
-            matmul_packed(np.zeros((1, 96), np.float32), np.zeros((32, 40), np.uint8), "Q4_1")
+@needs_tiles
+class TestMatmulPacked:
+    @hypothesis.settings(max_examples=40, deadline=None, derandomize=True)
+    @hypothesis.given(
+        encoding=st.sampled_from(["Q4_0", "Q4_1", "Q8_0"]),
+        rows=st.integers(1, 130), depth=st.integers(1, 12), columns=st.integers(1, 12), seed=st.integers(0, 99),
+    )
+    def test_as_exact_as_float32_for_any_number_of_rows(self, encoding, rows, depth, columns, seed):
+        x, w = operands(rows, 32 * depth, 32 * columns, seed)
+        blocks = gguf.quantize(w, gguf.GGMLQuantizationType[encoding])
+        assert_as_exact_as_float32(matmul_packed(x, tiled(blocks, encoding), encoding), x, blocks, encoding)
+
+    @pytest.mark.parametrize("rows", [8, 700])
+    def test_many_rows_and_panels_are_cut_into_blocks_and_runs(self, rows):
+        x, w = operands(rows, 1536, 32 * 67, 1)
+        blocks = gguf.quantize(w, gguf.GGMLQuantizationType.Q4_1)
+        assert_as_exact_as_float32(matmul_packed(x, tiled(blocks, "Q4_1"), "Q4_1"), x, blocks, "Q4_1")
+
+    def test_a_row_does_not_depend_on_its_batch(self):
+        x, w = operands(300, 576, 96, 2)
+        tiles = tiled(gguf.quantize(w, gguf.GGMLQuantizationType.Q4_1), "Q4_1")
+        whole = np.asarray(matmul_packed(x, tiles, "Q4_1"))
+        for begin, end in ((7, 16), (7, 24), (30, 300)):
+            np.testing.assert_array_equal(matmul_packed(x[begin:end], tiles, "Q4_1"), whole[begin:end])
+
+    def test_tiles_of_another_size_are_refused(self):
+        with pytest.raises(ValueError, match="640 bytes of Q4_1"):
+            matmul_packed(np.zeros((1, 96), np.float32), np.zeros((2, 640), np.uint8), "Q4_1")
+
+
+def assert_as_exact_as_float32(y, x, blocks, encoding):
+    """Of weights d * q + m, which float32 rounds, against numbers that it does not: what is lost is by |d * q| and |m|."""
+    w = gguf.dequantize(blocks, gguf.GGMLQuantizationType[encoding]).astype(np.float64)
+    by_block = np.repeat(np.abs(w).reshape(len(w), -1, 32).max(-1), 32, axis=-1)
+    bound = np.abs(x) @ by_block.T * 8 * np.finfo(np.float32).eps
+    assert (np.abs(np.asarray(y) - x.astype(np.float64) @ w.T) <= bound + 1e-30).all()
 
 
 @needs_tiles
