@@ -30,8 +30,6 @@ FEW_ROWS = 8
 """Up to so many rows of x are multiplied without tiles."""
 _PANEL = 2
 """Times COLUMNS rows of w are multiplied with each load of x."""
-_GROUP = 2
-"""Steps of k whose sums are scaled at a time, while the next ones are made."""
 _FLOAT, _LINE = 4, 64
 _X_BYTES = PARTS * TILE_BYTES + _LINE
 """One step of k of 16 rows of x: a tile for each part, then the rows' sums."""
@@ -198,7 +196,7 @@ class _Panels:
         self._rows, self._columns, self._steps, self._encoding = rows, columns, steps, encoding
         bytes_of_part = b.times(steps, _W_BYTES)
         self._parts = [b.at(scratch, b.times(bytes_of_part, part)) for part in range(_PANEL)]
-        self._waiting = b.alloca_once(ir.ArrayType(i8, 2 * _GROUP * _PANEL * TILE_BYTES), 64)
+        self._waiting = b.alloca_once(ir.ArrayType(i8, 2 * _PANEL * TILE_BYTES), 64)
         self._totals = b.alloca_once(ir.ArrayType(i8, _PANEL * TILE_BYTES), 64)
 
     def multiply(self, first: ir.Value, last: ir.Value, tiles: ir.Value) -> None:
@@ -227,7 +225,8 @@ class _Panels:
                 b.write(pairs(b, *_read_integers(b, at, pair, self._encoding)), target, _LINE * pair, 64)
 
     def _multiply_rows(self, panel: ir.Value, row_tile: ir.Value) -> None:
-        """16 rows of x.  Sums of one group of steps wait in one half of `_waiting` while the next go to the other."""
+        """16 rows of x.  Sums of one step of k wait in one half of `_waiting` while the next go to the other: both together fill a
+        page, so that no store of the one looks like what a load of the other waits for."""
         b = self._b
         first_row = b.times(row_tile, TILE_ROWS)
         with b.loop(0, TILE_ROWS) as at:  # lines of y are far apart: fetch them while the sums are made
@@ -239,18 +238,11 @@ class _Panels:
             b.write(_NOTHING, self._totals, _LINE * line, 64)
         for part in range(_PANEL):
             tile(b, "tilezero", part)
-        groups = b.sdiv(self._steps, b.int(_GROUP))
-        with b.loop(0, groups) as group:
-            step = b.times(group, _GROUP)
-            for index in range(_GROUP):
-                self._multiply_step(of_x, b.plus(step, index), self._half(group), index)
-            with b.if_then(b.icmp_signed(">", group, b.int(0))):
-                self._scale(of_x, b.plus(step, -_GROUP), self._half(b.plus(group, 1)), _GROUP)
-        with b.if_then(b.icmp_signed(">", groups, b.int(0))):
-            self._scale(of_x, b.times(b.plus(groups, -1), _GROUP), self._half(b.plus(groups, 1)), _GROUP)
-        with b.loop(b.times(groups, _GROUP), self._steps) as step:
-            self._multiply_step(of_x, step, self._half(b.int(0)), 0)
-            self._scale(of_x, step, self._half(b.int(0)), 1)
+        with b.loop(0, self._steps) as step:
+            self._multiply_step(of_x, step, self._half(step))
+            with b.if_then(b.icmp_signed(">", step, b.int(0))):
+                self._scale(of_x, b.plus(step, -1), self._half(b.plus(step, 1)))
+        self._scale(of_x, b.plus(self._steps, -1), self._half(b.plus(self._steps, 1)))
         for line in range(TILE_ROWS):
             row = b.plus(first_row, line)
             with b.if_then(b.icmp_signed("<", row, self._rows)):
@@ -262,11 +254,11 @@ class _Panels:
         b = self._b
         return b.times(b.plus(b.mul(row, self._columns), b.times(panel, _PANEL * COLUMNS), COLUMNS * part), _FLOAT)
 
-    def _half(self, group: ir.Value) -> ir.Value:
+    def _half(self, step: ir.Value) -> ir.Value:
         b = self._b
-        return b.at(self._waiting, b.times(b.and_(group, b.int(1)), _GROUP * _PANEL * TILE_BYTES))
+        return b.at(self._waiting, b.times(b.and_(step, b.int(1)), _PANEL * TILE_BYTES))
 
-    def _multiply_step(self, of_x: ir.Value, step: ir.Value, half: ir.Value, index: int) -> None:
+    def _multiply_step(self, of_x: ir.Value, step: ir.Value, half: ir.Value) -> None:
         b = self._b
         for part, of_w in enumerate(self._parts):
             load_tile(b, 5 + part, of_w, b.times(step, _W_BYTES))
@@ -275,24 +267,19 @@ class _Panels:
             for part in range(_PANEL):
                 tile(b, "tdpbf16ps", part, 4, 5 + part)
         for part in range(_PANEL):
-            store_tile(b, part, half, (_PANEL * index + part) * TILE_BYTES)
+            store_tile(b, part, half, part * TILE_BYTES)
             tile(b, "tilezero", part)
 
-    def _scale(self, of_x: ir.Value, first_step: ir.Value, half: ir.Value, count: int) -> None:
-        """Adds the sums of `count` steps, times d, and m times the sums of x, to the totals."""
+    def _scale(self, of_x: ir.Value, step: ir.Value, half: ir.Value) -> None:
+        """Adds the sums of a step, times d, and m times the sums of x, to the totals."""
         b = self._b
         for part, of_w in enumerate(self._parts):
-            totals = [b.read(self._totals, TILE_BYTES * part + _LINE * line, f32x16, 64) for line in range(TILE_ROWS)]
-            for index in range(count):
-                step = b.plus(first_step, index)
-                factors = b.at(of_w, b.plus(b.times(step, _W_BYTES), TILE_BYTES))
-                scale = b.read(factors, 0, f32x16, 64)
-                for line in range(TILE_ROWS):
-                    waiting = b.read(half, (_PANEL * index + part) * TILE_BYTES + _LINE * line, f32x16, 64)
-                    totals[line] = fma(b, waiting, scale, totals[line])
-                    if _has_minimum(self._encoding):
-                        place = b.plus(b.times(step, _X_BYTES), PARTS * TILE_BYTES + _FLOAT * line)
-                        of_row = broadcast(b, b.read(of_x, place, f32), f32x16)
-                        totals[line] = fma(b, of_row, b.read(factors, _LINE, f32x16, 64), totals[line])
-            for line, total in enumerate(totals):
-                b.write(total, self._totals, TILE_BYTES * part + _LINE * line, 64)
+            factors = b.at(of_w, b.plus(b.times(step, _W_BYTES), TILE_BYTES))
+            scale, minimum = b.read(factors, 0, f32x16, 64), b.read(factors, _LINE, f32x16, 64)
+            for line in range(TILE_ROWS):
+                offset = TILE_BYTES * part + _LINE * line
+                total = fma(b, b.read(half, offset, f32x16, 64), scale, b.read(self._totals, offset, f32x16, 64))
+                if _has_minimum(self._encoding):
+                    place = b.plus(b.times(step, _X_BYTES), PARTS * TILE_BYTES + _FLOAT * line)
+                    total = fma(b, broadcast(b, b.read(of_x, place, f32), f32x16), minimum, total)
+                b.write(total, self._totals, offset, 64)
