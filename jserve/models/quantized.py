@@ -40,7 +40,7 @@ def quantize_rows(rows: np.ndarray, values: np.ndarray, scales: np.ndarray) -> N
 
 
 def quantized_dot(x_TD: jax.Array, weight: QuantizedMatrix) -> jax.Array:
-    """f32[T, out]: x in 16 bits by token, times `weight`; by the CPU's own kernel where this is compiled for a CPU that has it."""
+    """f32[T, out]: x in 16 bits by token, times `weight`; by the CPU's own kernel where compiled for a CPU that has it."""
     operands = x_TD.astype(jnp.float32), weight.values, weight.scales
     if not serves_int8(weight.values):
         return two_digit_dot(*operands)

@@ -1,7 +1,7 @@
-"""y = x @ w.T for int8 w with a scale a row, and float32 x in two int8 digits with a scale a row, on Intel's matrix tiles (AMX).
+"""y = x @ w.T for int8 w, and float32 x in two int8 digits, each with a scale a row, on Intel's matrix tiles (AMX).
 
-First chunks make the digits, each of up to 16 rows of x; later ones multiply a run of w's rows, loaded into tiles where they
-lie, with a block of x's rows.  Sums are exact, and what is computed of them is `quantized_dot`'s formula.
+First chunks make the digits, each of up to 16 rows of x; later ones multiply a run of w's rows, loaded into tiles where
+they lie, with a block of x's rows.  Sums are exact, and what is computed of them is `quantized_dot`'s formula.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i1, i8, i32, i32x16
+from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i8, i16, i16x32, i32, i32x16
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim, wait_for_first
 from pallas_kernels.cpu.tiles import TILE_BYTES, TILE_ROWS, configured, load_tile, prefetch, store_tile, tile, transposed
 
@@ -24,7 +24,7 @@ _BLOCK_TILES = 16
 """Of x that a chunk multiplies with its run of panels."""
 _RUN_BYTES = 3 << 18
 """Of w that a chunk multiplies with its block of x: what stays in a core's L2."""
-_RUNS = 4
+_RUNS = 2
 """A thread, at least: a slow one is waited for at the end."""
 _FLOAT = 4
 _TINY = 1e-30
@@ -38,7 +38,7 @@ def scratch_bytes(num_rows: int, depth: int) -> int:
 
 
 def add_linear_int8(module: ir.Module, name: str, num_slots: int) -> None:
-    """The handler of (x f32[M, K], w i8[N, K], scales f32[N]) -> (y f32[M, N], scratch u8[]); K is a multiple of 64, N of 32."""
+    """The handler of (x f32[M, K], w i8[N, K], scales f32[N]) -> (y f32[M, N], scratch u8[]); 64 divides K, 32 N."""
 
     def plan(b: Emitter, args: list[ir.Value], rets: list[ir.Value]):
         x, w, scales = args
@@ -48,7 +48,8 @@ def add_linear_int8(module: ir.Module, name: str, num_slots: int) -> None:
         most = b.maximum(b.sdiv(b.int(_RUN_BYTES), b.times(depth, PANEL_ROWS)), 1)
         run = b.minimum(most, _parts_of(b, panels, _RUNS * num_slots))
         blocks, runs = _parts_of(b, tiles, _BLOCK_TILES), _parts_of(b, panels, run)
-        values = [*(data(b, buffer) for buffer in (x, w, scales, *rets)), rows, depth, columns, tiles, panels, run, blocks]
+        pointers = [data(b, buffer) for buffer in (x, w, scales, *rets)]
+        values = [*pointers, rows, depth, columns, tiles, panels, run, blocks]
         return values, b.add(tiles, b.mul(runs, blocks)), tiles
 
     def chunk(b: Emitter, values: list[ir.Value], index: ir.Value, slot: ir.Value, job: ir.Value) -> None:
@@ -75,7 +76,7 @@ def _parts_of(b: Emitter, total: ir.Value, size: int | ir.Value) -> ir.Value:
 
 
 class _Linear:
-    """Emits the two kinds of chunk.  The product has w's rows as rows and x's as columns, and is transposed at the end."""
+    """Emits both kinds of chunk.  The product has w's rows as rows and x's as columns, and is transposed at the end."""
 
     def __init__(self, b: Emitter, x, w, scales, y, scratch, rows, depth, columns, tiles):
         self._b, self._x, self._w, self._scales, self._y = b, x, w, scales, y
@@ -88,7 +89,7 @@ class _Linear:
     # -- first chunks
 
     def quantize(self, row_tile: ir.Value) -> None:
-        """16 rows of x as [step, digit] tiles of [four of k, row]; up to 8 rows as [step] tiles of [four of k, digit, row]."""
+        """16 rows of x as [step, digit] tiles of [four of k, row]; up to 8 as [step] tiles of [four of k, digit, row]."""
         b = self._b
         with b.if_else(self._is_few) as (few, many):
             with few:
@@ -98,52 +99,69 @@ class _Linear:
 
     def _quantize(self, row_tile: ir.Value, num_rows: int) -> None:
         b = self._b
-        lines = []
-        for at in range(num_rows):
-            row = b.minimum(b.plus(b.times(row_tile, TILE_ROWS), at), b.sub(self._rows, b.int(1)))  # padding is never read
-            lines.append(b.at(self._x, b.times(b.mul(row, self._depth), _FLOAT)))
-        greatest = [b.alloca_once(i32x16, 64) for _ in lines]
-        for kept in greatest:
-            b.store(b.splat(0), kept)
-        with b.loop(0, self._depth, DEPTH) as k:
-            for line, kept in zip(lines, greatest):
-                sizes = [b.and_(b.read(line, b.plus(b.times(k, _FLOAT), 64 * part), i32x16), b.splat(0x7FFFFFFF)) for part in range(4)]
-                b.store(_greatest(b, [b.load(kept, typ=i32x16), *sizes]), kept)
-        inverses = [b.alloca_once(f32x16, 64) for _ in lines]
-        for at, (kept, inverse) in enumerate(zip(greatest, inverses)):
-            size = b.bitcast(_greatest_lane(b, b.load(kept, typ=i32x16)), f32)
+        first_row = b.times(row_tile, TILE_ROWS)
+        inverses = b.alloca_once(ir.ArrayType(f32, TILE_ROWS), 64)
+        with b.loop(0, num_rows) as at:
+            size = b.bitcast(self._greatest_size(self._line(b.add(first_row, at))), f32)
             scale = b.fmul(size, ir.Constant(f32, _float32(1 / 127)))
-            scale = b.select(b.fcmp_ordered("<", scale, ir.Constant(f32, _float32(_TINY))), ir.Constant(f32, _float32(_TINY)), scale)
-            b.write(scale, self._row_scales, b.times(b.plus(b.times(row_tile, TILE_ROWS), at), _FLOAT))
-            b.store(broadcast(b, b.fdiv(ir.Constant(f32, 1.0), scale), f32x16), inverse)
+            tiny = ir.Constant(f32, _float32(_TINY))
+            scale = b.select(b.fcmp_ordered("<", scale, tiny), tiny, scale)
+            b.write(scale, self._row_scales, b.times(b.add(first_row, at), _FLOAT))
+            b.write(b.fdiv(ir.Constant(f32, 1.0), scale), inverses, b.times(at, _FLOAT))
         target = b.at(self._digits, b.mul(row_tile, self._tile_bytes))
+        lines = [self._line(b.plus(first_row, at)) for at in range(num_rows)]
         with b.loop(0, self._steps) as step:
             first, second = [], []
-            for line, inverse in zip(lines, inverses):
-                digits = self._digits_of(b.at(line, b.times(step, DEPTH * _FLOAT)), b.load(inverse, typ=f32x16))
+            for at, line in enumerate(lines):
+                inverse = broadcast(b, b.read(inverses, at * _FLOAT, f32), f32x16)
+                digits = self._digits_of(b.at(line, b.times(step, DEPTH * _FLOAT)), inverse)
                 for kept, digit in zip((first, second), digits):
                     kept.append(digit)
             tiles = [first + second] if num_rows == FEW_ROWS else [first, second]
             for number, rows in enumerate(tiles):
+                base = b.plus(b.times(step, len(tiles) * TILE_BYTES), number * TILE_BYTES)
                 for at, line in enumerate(transposed(b, rows)):
-                    b.write(line, target, b.plus(b.times(step, len(tiles) * TILE_BYTES), number * TILE_BYTES + 64 * at), 64)
+                    quad = at // 4 + at % 4 * 4  # see _digits_of
+                    b.write(line, target, b.plus(base, 64 * quad), 64)
+
+    def _line(self, row: ir.Value) -> ir.Value:
+        """A row of x; the last one for padding, whose product is never read."""
+        b = self._b
+        return b.at(self._x, b.times(b.mul(b.minimum(row, b.sub(self._rows, b.int(1))), self._depth), _FLOAT))
+
+    def _greatest_size(self, line: ir.Value) -> ir.Value:
+        """The bits of a row's max|x|; as integers they order floats by size, infinity and NaN last."""
+        b = self._b
+        greatest = [b.alloca_once(i32x16, 64) for _ in range(4)]
+        for kept in greatest:
+            b.store(b.splat(0), kept)
+        with b.loop(0, self._depth, DEPTH) as k:
+            for part, kept in enumerate(greatest):
+                size = b.and_(b.read(line, b.plus(b.times(k, _FLOAT), 64 * part), i32x16), b.splat(0x7FFFFFFF))
+                b.store(_greatest(b, [b.load(kept, typ=i32x16), size]), kept)
+        return _greatest_lane(b, _greatest(b, [b.load(kept, typ=i32x16) for kept in greatest]))
 
     def _digits_of(self, line: ir.Value, inverse: ir.Value) -> tuple[ir.Value, ir.Value]:
-        """Both digits of 64 floats, as 64 bytes each."""
+        """Both digits of 64 floats, as 64 bytes each, fours of them in the order that packing makes: 0, 4, 8, 12, 1, ..."""
         b = self._b
         parts: list[list[ir.Value]] = [[], []]
         for part in range(4):
             steps = b.fmul(b.read(line, 64 * part, f32x16), inverse)
             first = b.intrinsic("llvm.rint.v16f32", f32x16, [steps])
             rest = b.fmul(b.fsub(steps, first), ir.Constant(f32x16, [254.0] * 16))
-            for kept, digit in zip(parts, (first, b.intrinsic("llvm.rint.v16f32", f32x16, [rest]))):
-                kept.append(b.trunc(self._to_int(digit), ir.VectorType(i8, 16)))
-        return tuple(b.bitcast(_joined(b, of_digit), i32x16) for of_digit in parts)
+            for kept, digit in zip(parts, (first, rest)):
+                kept.append(self._to_int(digit))
+        return tuple(self._packed(of_digit) for of_digit in parts)
 
     def _to_int(self, values: ir.Value) -> ir.Value:
+        """Rounded to nearest; NaN is a number then, and never poison."""
+        arguments = [values, self._b.splat(0), ir.Constant(i16, -1), ir.Constant(i32, 4)]
+        return self._b.intrinsic("llvm.x86.avx512.mask.cvtps2dq.512", i32x16, arguments)
+
+    def _packed(self, parts: list[ir.Value]) -> ir.Value:
         b = self._b
-        function = "llvm.x86.avx512.mask.cvtps2dq.512"  # NaN is a number then, and never poison
-        return b.intrinsic(function, i32x16, [values, b.splat(0), ir.Constant(ir.IntType(16), -1), ir.Constant(i32, 4)])
+        pairs = [b.intrinsic("llvm.x86.avx512.packssdw.512", i16x32, list(pair)) for pair in (parts[:2], parts[2:])]
+        return b.bitcast(b.intrinsic("llvm.x86.avx512.packsswb.512", ir.VectorType(i8, 64), pairs), i32x16)
 
     # -- later chunks
 
@@ -199,7 +217,8 @@ class _Linear:
         """Into tiles 4 and 5."""
         b = self._b
         for half in range(2):
-            load_tile(b, 4 + half, of_w, b.plus(b.times(self._depth, TILE_ROWS * half), b.times(step, DEPTH)), self._depth)
+            place = b.plus(b.times(self._depth, TILE_ROWS * half), b.times(step, DEPTH))
+            load_tile(b, 4 + half, of_w, place, self._depth)
 
     def _sums(self, of_w: ir.Value, of_x: ir.Value, ahead: ir.Value | None) -> list[Callable[[int], ir.Value]]:
         """Tiles 0 and 1 are sums of the first digit, 2 and 3 of the second; 6 and 7 are of x."""
@@ -264,14 +283,6 @@ def _greatest_lane(b: Emitter, vector: ir.Value) -> ir.Value:
         lanes = ir.Constant(i32x16, [lane ^ distance for lane in range(16)])
         vector = _greatest(b, [vector, b.shuffle_vector(vector, vector, lanes)])
     return b.extract_element(vector, ir.Constant(i32, 0))
-
-
-def _joined(b: Emitter, vectors: list[ir.Value]) -> ir.Value:
-    while len(vectors) > 1:
-        lanes = range(2 * vectors[0].type.count)
-        mask = ir.Constant(ir.VectorType(i32, len(lanes)), list(lanes))
-        vectors = [b.shuffle_vector(*pair, mask) for pair in zip(vectors[::2], vectors[1::2])]
-    return vectors[0]
 
 
 def _float32(value: float) -> float:
