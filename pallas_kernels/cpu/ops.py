@@ -88,21 +88,28 @@ def register_matmul(encoding: str) -> str:
     return compile_handler(f"jserve_matmul_{encoding.lower()}", add_matmul_packed, encoding)
 
 
-def attention(
-    q_TNH: jax.Array, pool: jax.Array, layer: jax.Array, row_T, first_T, length_T, tables: jax.Array
-) -> jax.Array:
-    """f32[T, N, H]; see `add_attention` for the arguments."""
-    from pallas_kernels.cpu.attention import scratch_floats
+def paged_attention(
+    q_TNH: jax.Array, k_TKL: jax.Array, v_TKL: jax.Array, pool: jax.Array, layer: jax.Array | int, geometry: tuple[jax.Array, ...],
+    dtype: str,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """(f32[T, N, H], pool): k and v written into the pool in place, then attention over it; `dtype` is that of the pool's numbers,
+    see `add_attention` for the arguments, of which the geometry is `row` .. `tables`."""
+    from pallas_kernels.cpu.attention import scratch_bytes
 
-    num_keys = tables.shape[1] * pool.shape[4]
-    scores = scratch_floats(q_TNH.shape[1] // pool.shape[2], num_keys, num_slots())
-    results = jax.ShapeDtypeStruct(q_TNH.shape, jnp.float32), jax.ShapeDtypeStruct((scores,), jnp.float32)
-    call = jax.ffi.ffi_call(register_attention(q_TNH.shape[2]), results)
-    return call(q_TNH, pool, jnp.reshape(layer, (1,)).astype(jnp.int32), row_T, first_T, length_T, tables)[0]
+    head_dim, group = q_TNH.shape[2], q_TNH.shape[1] // pool.shape[2]
+    name = register_attention(dtype, head_dim, pool.shape[5] - head_dim)
+    results = (
+        jax.ShapeDtypeStruct(q_TNH.shape, jnp.float32),
+        jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        jax.ShapeDtypeStruct((scratch_bytes(group, head_dim, num_slots()),), jnp.uint8),
+    )
+    call = jax.ffi.ffi_call(name, results, input_output_aliases={3: 1})
+    return call(q_TNH, k_TKL, v_TKL, pool, jnp.reshape(layer, (1,)).astype(jnp.int32), *geometry)[:2]
 
 
-def register_attention(head_dim: int) -> str:
+def register_attention(dtype: str, head_dim: int, scale_bytes: int) -> str:
     """As `register_matmul`."""
     from pallas_kernels.cpu.attention import add_attention
 
-    return compile_handler(f"jserve_attention_f32_{head_dim}", add_attention, head_dim)
+    name = f"jserve_paged_attention_{dtype}_{head_dim}_{scale_bytes}"
+    return compile_handler(name, add_attention, dtype, head_dim, scale_bytes)

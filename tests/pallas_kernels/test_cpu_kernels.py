@@ -17,9 +17,10 @@ from jserve.models.quantized import QuantizedMatrix, two_digit_dot
 from pallas_kernels.cpu import compiled
 from pallas_kernels.cpu.ops import linear_int8, matmul, matmul_packed, serves_matmul, why_no_simd, why_no_tiles
 from pallas_kernels.cpu.packed_layout import tiled
-from pallas_kernels.paged_attention import AttentionSpec, choose, layout
-from pallas_kernels.paged_attention.cases import CASES, Heads, build, twin
-from tests.pallas_kernels.test_paged_attention import assert_right, small
+from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, choose, layout, paged_attention, prepare
+from pallas_kernels.paged_attention.cases import CASES, Case, Heads, build, twin
+from tests.pallas_kernels.test_paged_attention import assert_right, attend, ragged_rows, small
+from tests.pallas_kernels.test_paged_attention import compiled as compiled_program
 
 needs_tiles = pytest.mark.skipif(why_no_tiles() is not None, reason=f"{why_no_tiles()}")
 needs_simd = pytest.mark.skipif(why_no_simd() is not None, reason=f"{why_no_simd()}")
@@ -185,20 +186,89 @@ class TestAttention:
             case = small(((length - 1, 1), (0, min(length, 40))), 1, Heads(4, 1, 64), 16)
             assert_right(build(case, num_layers=2, poison=True), "llvm_cpu")
 
+    @pytest.mark.parametrize("window", [None, 1, 13, 70])
+    @pytest.mark.parametrize("block_size", [16, 48])
+    def test_any_ragged_geometry(self, window, block_size):
+        heads = Heads(14, 2, 16, sliding_window=window)
+
+        @hypothesis.settings(max_examples=20, deadline=None, derandomize=True, database=None)
+        @hypothesis.given(ragged_rows(), st.integers(0, 5))
+        def check(drawn, seed):
+            case = Case("fuzz", heads, *drawn, num_tokens=64, num_rows=8, block_size=block_size)
+            assert_right(build(case, num_layers=2, num_blocks=64, max_blocks=7, seed=seed, poison=True), "llvm_cpu")
+
+        check()
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8", "float8_e4m3fn"])
+    @pytest.mark.parametrize("heads", [Heads(6, 2, 64), Heads(3, 3, 80, sliding_window=20), Heads(100, 1, 16)], ids=str)
+    def test_pools_of_narrow_numbers(self, dtype, heads):
+        case = small(((0, 1), (70, 1), (15, 3), (0, 50)), 2, heads, 16)
+        assert_right(build(case, dtype=dtype, num_layers=2, poison=True), "llvm_cpu")
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+    def test_a_token_has_the_same_bits_in_any_run(self, dtype):
+        """As a chunk, cut anywhere, and token by token as decodes: a tile has its place in the sequence."""
+        pool_layout = layout("cpu", 2, 64, 16, dtype, scaled=dtype == "int8")
+        spec, random = AttentionSpec(0.125), np.random.default_rng(3)
+        q, k, v = (random.standard_normal((100, heads, 64), np.float32) for heads in (6, 2, 2))
+        table = jnp.array([[3, 9, 1, 4, 7, 2, 5]], jnp.int32)
+        outs = []
+        for cuts in ([100], [1] * 100, [3, 70, 20, 7]):
+            pool, done, out = pool_layout.allocate(2, 10), 0, []
+            for new in cuts:
+                part = slice(done, done + new)
+                done += new
+                batch = RaggedBatch(table, jnp.array([done]), jnp.array([0, new]), jnp.array(int(new == 1)))
+                step, pool = compiled_program(pool_layout, spec, "llvm_cpu")(q[part], k[part], v[part], pool, batch)
+                out.append(np.asarray(step))
+            outs.append(np.concatenate(out))
+        for out in outs[1:]:
+            np.testing.assert_array_equal(out, outs[0])
+
+    @pytest.mark.parametrize("block", [-1, 1000])
+    def test_blocks_outside_the_pool_are_read_as_the_dead_one_and_not_written(self, block):
+        inputs = build(small(((5, 1), (20, 1), (0, 9)), 2, Heads(6, 2, 16), 16), num_layers=2)
+        wrong = replace(inputs.batch, block_tables=inputs.batch.block_tables.at[1].set(block))
+        expected, _ = attend(inputs, "llvm_cpu")
+        out, pool = attend(replace(inputs, batch=wrong), "llvm_cpu")
+        np.testing.assert_array_equal(out[[0, *range(2, 11)]], expected[[0, *range(2, 11)]])
+        others = np.setdiff1d(np.arange(1, pool.shape[1]), np.asarray(wrong.block_tables)[[0, 2]])
+        np.testing.assert_array_equal(pool[:, others], np.asarray(inputs.pool)[:, others])
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_donated_pool_is_written_in_place(self, dtype):
+        pool_layout, spec = layout("cpu", 2, 64, 32, dtype), AttentionSpec(0.125, decode_only=True)
+
+        def two_layers(q, k, v, pool, batch):
+            metadata = prepare(batch, 4, pool_layout, spec, "llvm_cpu")
+            for layer in range(2):
+                kind = dict(layout=pool_layout, spec=spec, implementation="llvm_cpu")
+                q, pool = paged_attention(q, k, v, pool, layer, metadata, **kind)
+            return q, pool
+
+        floats = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        pool = jax.ShapeDtypeStruct(pool_layout.shape(2, 2000), pool_layout.storage_dtype)
+        batch = RaggedBatch(ints(4, 8), ints(4), ints(5), ints())
+        arguments = floats(4, 6, 64), floats(4, 2, 64), floats(4, 2, 64), pool, batch
+        program = jax.jit(two_layers, donate_argnums=3).lower(*arguments).compile()
+        assert program.memory_analysis().temp_size_in_bytes < 2 << 20
+
 
 class TestChoice:
     @needs_simd
-    def test_it_serves_plain_float32_and_xla_the_rest(self):
+    def test_it_serves_plain_attention_and_xla_the_rest(self):
         plain, spec = layout("cpu", 2, 64, 32, "float32"), AttentionSpec(1.0)
-        assert choose("cpu", plain, spec) == "llvm_cpu"
-        assert choose("cpu", layout("cpu", 2, 64, 32, "bfloat16"), spec) == "xla"
+        for dtype, scaled in (("float32", False), ("bfloat16", False), ("float16", False), ("int8", True)):
+            assert choose("cpu", layout("cpu", 2, 64, 32, dtype, scaled), spec) == "llvm_cpu"
         assert choose("cpu", plain, replace(spec, soft_cap=30.0)) == "xla"
-        with pytest.raises(NotImplementedError, match="bfloat16"):
-            choose("cpu", layout("cpu", 2, 64, 32, "bfloat16"), spec, "llvm_cpu")
+        assert choose("cpu", layout("cpu", 2, 24, 32, "float32"), spec) == "xla"
+        with pytest.raises(NotImplementedError, match="soft cap"):
+            choose("cpu", plain, replace(spec, soft_cap=30.0), "llvm_cpu")
 
     def test_other_machines_use_xla_and_say_what_they_lack(self, monkeypatch, caplog):
         caplog.set_level("INFO")
-        monkeypatch.setattr("pallas_kernels.paged_attention.llvm_cpu.why_no_simd", lambda: "the processor lacks avx512f")
+        monkeypatch.setattr("pallas_kernels.paged_attention.llvm_cpu.ops.why_no_simd", lambda: "the processor lacks avx512f")
         assert choose("cpu", layout("cpu", 2, 64, 32, "float32"), AttentionSpec(1.0)) == "xla"
         assert "the processor lacks avx512f" in caplog.text
 
