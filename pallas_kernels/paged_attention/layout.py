@@ -117,7 +117,7 @@ def _hadamard(size: int) -> np.ndarray:
 def pack(k: jax.Array, v: jax.Array, layout: PoolLayout, k_scale=None, v_scale=None) -> jax.Array:
     """k, v [T, K, H] -> what the pool stores for each token, storage_dtype[T, K, planes, lanes]."""
     width = layout.planes * layout.lanes // 2
-    k, v = (_to_storage(x, layout, scale) for x, scale in ((k, k_scale), (v, v_scale)))
+    k, v = stored(k, layout, k_scale), stored(v, layout, v_scale)
     k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[-1]))) for x in (k, v))
     return jnp.concatenate([k, v], axis=-1).reshape(k.shape[0], layout.num_kv_heads, layout.planes, layout.lanes)
 
@@ -167,7 +167,7 @@ def write_tokens(
     return pool.at[layer, jnp.maximum(blocks, DEAD_BLOCK), :, :, offsets].set(tokens, mode="drop")
 
 
-def _to_storage(x: jax.Array, layout: PoolLayout, scale) -> jax.Array:
+def stored(x: jax.Array, layout: PoolLayout, scale=None) -> jax.Array:
     """[T, K, H] of any float type -> storage bits, divided by `scale` (f32 scalar or f32[K]) where there is one.
 
     Of a scaled layout [T, K, H + SCALE_BYTES]: the largest of each H becomes the largest number there is.

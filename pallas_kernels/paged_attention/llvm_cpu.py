@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.cpu import ops
 from pallas_kernels.paged_attention.batch import AttentionSpec, RaggedBatch, token_rows
-from pallas_kernels.paged_attention.layout import PoolLayout, pack
+from pallas_kernels.paged_attention.layout import PoolLayout, stored
 
 DTYPES = ("float32", "bfloat16", "float16", "int8", "float8_e4m3fn")
 """Of pools; those of 8 bits with scales."""
@@ -53,12 +53,12 @@ def prepare(batch: RaggedBatch, num_tokens: int, layout: PoolLayout, spec: Atten
 
 
 def attend(q, k, v, pool, layer, metadata: Metadata, *, layout, spec, sinks=None, k_scale=None, v_scale=None):
-    packed = pack(k, v, layout, k_scale, v_scale)
     scale = spec.scale if k_scale is None else spec.scale * _of_heads(k_scale, q, layout)
     geometry = (metadata.row, metadata.first, metadata.length, metadata.block, metadata.slot, metadata.tables)
     out, pool = ops.paged_attention(
-        q.astype(jnp.float32) * scale, packed[:, :, 0], packed[:, :, 1], pool, layer, geometry, jnp.dtype(layout.dtype).name
-    )
+        q.astype(jnp.float32) * scale, stored(k, layout, k_scale), stored(v, layout, v_scale), pool, layer, geometry,
+        jnp.dtype(layout.dtype).name,
+    )  # fmt: skip
     if v_scale is not None:
         out = out * _of_heads(v_scale, q, layout)
     return out.astype(q.dtype), pool

@@ -3,7 +3,7 @@
 Error bounds, for outputs of about 1, against the reference that reads the same pool.  A pool of bfloat16 or int8 is computed
 with in bfloat16: 0.02 (outputs have steps of 2**-8, weights are rounded once before the value matmul).  A pool of float16 or
 fp8 is computed with in float16, whose steps are an eighth: 0.004 with float32 queries.  Values of 8 bits enter exactly and
-scales are applied in float32, so what 8 bits cost is what storing costs (`_to_storage`, tested in test_paged_attention.py).
+scales are applied in float32, so what 8 bits cost is what storing costs (`stored`, tested in test_paged_attention.py).
 """
 
 import re
