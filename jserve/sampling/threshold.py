@@ -51,7 +51,7 @@ def _search(logits_V: Array, maximum: Array, filters: Filters, floor: Array) -> 
 
 def _candidates_first(logits_V: Array, maximum: Array, filters: Filters, floor: Array) -> Array:
     threshold, is_settled = _from_candidates(logits_V, maximum, filters, floor)
-    return lax.cond(is_settled, lambda: threshold, lambda: _bisected(logits_V, maximum, filters, floor))
+    return lax.cond(is_settled, lambda: threshold, lambda: _bisected(logits_V, maximum, filters, floor, True))
 
 
 def _from_candidates(logits_V, maximum, filters, floor) -> tuple[Array, Array]:
@@ -84,8 +84,12 @@ def _running_sum(weights: Array) -> Array:
     return jnp.sum(jnp.where(places[None, :] <= places[:, None], weights[None, :], 0.0), axis=1)
 
 
-def _bisected(logits_V, maximum, filters, floor) -> Array:
-    """The threshold by two searches in one loop: top_k over token counts, then top_p over weights."""
+def _bisected(logits_V, maximum, filters, floor, keeps_weights: bool = False) -> Array:
+    """The threshold by two searches in one loop: top_k over token counts, then top_p over weights.
+
+    keeps_weights: exponentials are made once, which is what a CPU is short of.  Elsewhere they are made again in every
+    pass, which then reads the logits alone: half the bytes, and no second array of the logits' size.
+    """
     lowest = jnp.min(jnp.where(jnp.isneginf(logits_V), maximum, logits_V))
 
     def narrow(stage, floor):
@@ -94,21 +98,29 @@ def _bisected(logits_V, maximum, filters, floor) -> Array:
         def weigh(logits):
             return jnp.where(by_count, 1.0, jnp.exp((logits - maximum) / filters.temperature))
 
-        weights_V = weigh(logits_V)
-        total = jnp.sum(jnp.where(logits_V >= floor, weights_V, 0.0))
+        weights_V = weigh(logits_V) if keeps_weights else None
+
+        def mass_from(threshold):
+            if keeps_weights:
+                return jnp.sum(jnp.where(logits_V >= threshold, weights_V, 0.0))
+            # Depends on the threshold from the first operation on: of what does not, XLA would make an array before the loop.
+            kept_V = jnp.where(logits_V >= threshold, logits_V, -jnp.inf)
+            return jnp.sum(jnp.where(jnp.isneginf(kept_V), 0.0, weigh(kept_V)))
+
+        total = mass_from(floor)
         wanted = jnp.where(by_count, filters.top_k.astype(jnp.float32), _nucleus_mass(filters.top_p, total))
         is_used = jnp.where(by_count, filters.top_k > 0, filters.top_p < 1)
         # Where all rows run at once, one that does not search starts where it ends and holds up nobody.
-        found = _bisect(logits_V, weights_V, weigh, wanted, jnp.where(is_used, lowest, maximum), maximum)
+        found = _bisect(logits_V, mass_from, weigh, wanted, jnp.where(is_used, lowest, maximum), maximum)
         return jnp.where(is_used, jnp.maximum(found, floor), floor)
 
     return lax.fori_loop(0, 2, narrow, floor)
 
 
-def _bisect(logits_V, weights_V, weigh, wanted, lowest, highest) -> Array:
-    """f32[]: the largest logit t with sum(weights where logits >= t) >= wanted; where none reaches it, lowest.
+def _bisect(logits_V, mass_from, weigh, wanted, lowest, highest) -> Array:
+    """f32[]: the largest logit t with mass_from(t) >= wanted; where none reaches it, lowest.
 
-    weights = weigh(logits) grow with the logit.  Invariant: the threshold is in [low, high), as ordered bits.
+    mass_from(t) = sum(weigh(logits) where logits >= t); weights grow with the logit.  Invariant: the threshold is in [low, high), as ordered bits.
     Done when one number is left there, or so little mass that it is one token: under 1.5 of the lightest there may be.
     """
 
@@ -123,7 +135,7 @@ def _bisect(logits_V, weights_V, weigh, wanted, lowest, highest) -> Array:
         middle_value = _to_ordered(0.5 * _from_ordered(low) + 0.5 * _from_ordered(high))
         middle_bits = (low & high) + ((low ^ high) >> 1)
         middle = jnp.clip(jnp.where(step % 2 == 0, middle_value, middle_bits), low + 1, high - 1)
-        mass = jnp.sum(jnp.where(logits_V >= _from_ordered(middle), weights_V, 0.0))
+        mass = mass_from(_from_ordered(middle))
         is_enough = mass >= wanted
         return (
             step + 1,
