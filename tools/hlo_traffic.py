@@ -36,7 +36,7 @@ class Instruction:
     attributes: str
     is_root: bool
     number: int | None
-    """Of a parameter."""
+    """Of a parameter; the value of a constant that is one."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def parse_line(line: str) -> Instruction | None:
     opened = rest.index("(", type_end)
     closed = opened + 1 + closing(rest[opened + 1 :], ")")
     opcode, inside = rest[type_end:opened].strip(), rest[opened + 1 : closed]
-    number = int(inside) if opcode == "parameter" else None
+    number = int(inside) if opcode in ("parameter", "constant") and inside.isdigit() else None
     return Instruction(
         found[2], rest[:type_end], opcode, tuple(NAMES.findall(inside)), rest[closed + 1 :], bool(found[1]), number
     )
@@ -106,8 +106,7 @@ def of_instruction(program: Program, instruction: Instruction) -> collections.Co
     if opcode in FREE or opcode.endswith(("-done", "-update")) and opcode not in UPDATED:
         return collections.Counter()
     if opcode == "while":
-        known = re.search(r'known_trip_count"?\W+n\W+(\d+)', attributes)
-        times = int(known[1]) if known and program.trips else 1
+        times = trip_count(program.computations, instruction) or 1 if program.trips else 1
         inside = of_computation(program, re.search(r"body=(%[\w.-]+)", attributes)[1])
         return collections.Counter({kind: count * times for kind, count in inside.items()})
     if opcode in ("call", "async-start"):
@@ -124,9 +123,22 @@ def of_instruction(program: Program, instruction: Instruction) -> collections.Co
     return collections.Counter({kind: plain_bytes(program, instruction)})
 
 
+def trip_count(computations: dict[str, tuple[Instruction, ...]], loop: Instruction) -> int | None:
+    """As the compiler says, or else the constant that a condition of nothing else counts up to."""
+    known = re.search(r'known_trip_count"?\W+n\W+(\d+)', loop.attributes)
+    if known:
+        return int(known[1])
+    condition = computations[re.search(r"condition=(%[\w.-]+)", loop.attributes)[1]]
+    limits = [found.number for found in condition if found.opcode == "constant"]
+    is_simple = {found.opcode for found in condition} <= {"parameter", "get-tuple-element", "constant", "compare", "fusion"}
+    return limits[0] if is_simple and len(limits) == 1 else None
+
+
 def loops_of_unknown_length(text: str) -> int:
     """They are counted as running once."""
-    return sum("known_trip_count" not in line for line in text.splitlines() if re.search(r" while\(", line))
+    computations, _ = parse(text)
+    loops = [found for body in computations.values() for found in body if found.opcode == "while"]
+    return sum(trip_count(computations, loop) is None for loop in loops)
 
 
 def plain_bytes(program: Program, instruction: Instruction) -> int:
@@ -155,25 +167,26 @@ def copy_bytes(type_: str) -> int:
 def fusion_bytes(program: Program, fusion: Instruction) -> int:
     """Parameters as they are used within, and the result; both smaller where something is taken or updated in place."""
     size = lambda type_: bytes_of(type_, program.every_memory)
-    body = program.computations[re.search(r"calls=(%[\w.-]+)", fusion.attributes)[1]]
-    by_name, users = {found.name: found for found in body}, collections.defaultdict(list)
-    for found in body:
-        for index, operand in enumerate(found.operands):
-            users[operand].append((found, index))
+    body = fused(program, fusion)
+    by_name = {found.name: found for found in body}
 
-    def uses(name):
-        for user, index in users[name]:
-            if user.opcode in ("bitcast", "copy", "reshape") and not user.is_root:
-                yield from uses(user.name)
-            else:
-                yield user, index
+    def uses(name, body):
+        for user in body:
+            for index in (index for index, operand in enumerate(user.operands) if operand == name):
+                if user.opcode in ("bitcast", "copy", "reshape") and not user.is_root:
+                    yield from uses(user.name, body)
+                elif user.opcode == "fusion":
+                    inner = fused(program, user)
+                    yield from uses(next(found.name for found in inner if is_parameter(found, index)), inner)
+                else:
+                    yield user, index
 
     total = 0
     for parameter in (found for found in body if found.opcode == "parameter"):
         operand = fusion.operands[parameter.number]
         if size(program.types[operand]) == 0:
             continue
-        found = list(uses(parameter.name))
+        found = list(uses(parameter.name, body))
         if found and all(index == 0 and user.opcode in (*TAKING, *UPDATED) for user, index in found):
             total += sum(bytes_of(user.type, True) for user, _ in found if user.opcode in TAKING)
         else:
@@ -187,6 +200,14 @@ def fusion_bytes(program: Program, fusion: Instruction) -> int:
             written = UPDATED.get(result.opcode)
             total += size(program.types[result.operands[written]] if written else result.type)
     return total
+
+
+def fused(program: Program, fusion: Instruction) -> tuple[Instruction, ...]:
+    return program.computations[re.search(r"calls=(%[\w.-]+)", fusion.attributes)[1]]
+
+
+def is_parameter(instruction: Instruction, number: int) -> bool:
+    return instruction.opcode == "parameter" and instruction.number == number
 
 
 def elements(array: re.Match) -> int:

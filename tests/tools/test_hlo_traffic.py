@@ -65,7 +65,9 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert hlo_traffic.moved_bytes(HEAD + LOOP) == {"add": 32 * 3 * KIB}
     assert hlo_traffic.moved_bytes(HEAD + LOOP, trips=False) == {"add": 3 * KIB}
     assert hlo_traffic.loops_of_unknown_length(LOOP) == 0
-    assert hlo_traffic.loops_of_unknown_length(LOOP.replace("known_trip_count", "")) == 1
+    untold = LOOP.replace("known_trip_count", "")
+    assert hlo_traffic.loops_of_unknown_length(untold) == 1
+    assert hlo_traffic.moved_bytes(HEAD + untold.replace("pred[] constant(true)", "s32[] constant(32)")) == {"add": 32 * 3 * KIB}
 
 
 def test_what_is_updated_in_place_or_looked_up_counts_as_its_part():
