@@ -72,12 +72,16 @@ def events(answer: Answer) -> list:
     return [text if text == "[DONE]" else json.loads(text) for text in texts]
 
 
+LIMIT_S = 120
+"""Of a request; only for a server that hangs, as whole machines stand still now and then."""
+
+
 def _ask(url: str, method: str, path: str, body: object, headers: dict, context: ssl.SSLContext | None) -> Answer:
     address = urlsplit(url)
     if address.scheme == "https":
-        connection = http.client.HTTPSConnection(address.hostname, address.port, timeout=20, context=context)
+        connection = http.client.HTTPSConnection(address.hostname, address.port, timeout=LIMIT_S, context=context)
     else:
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=20)
+        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=LIMIT_S)
     with contextlib.closing(connection):
         if body is not None and not isinstance(body, bytes):
             body = json.dumps(body).encode()
