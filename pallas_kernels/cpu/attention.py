@@ -252,25 +252,28 @@ class _Attention:
             weigh(b, own(at.scores, TILE_KEYS * FLOAT), own(at.greatest, 4), own(at.totals, 64), own(at.factors, 4), *bounds)
 
     def _fetch(self, here: _Keys, ahead: _Keys) -> None:
-        """Keys and values of a tile, by 16; and those of the next one towards the caches."""
+        """Keys and values of a tile, by 16; and those of the next one towards the caches, a few lines with each of them: more at
+        once would wait for each other."""
         b, at, kind = self._b, self._at, self._kind
         with b.loop(0, TILE_KEYS, LANES) as key:
-            with self._if_any(ahead, key) as keys:
-                with b.loop(0, LANES * kind.row_bytes, 64) as line:
-                    prefetch(b, b.at(keys, line))
-                    prefetch(b, b.at(self._values(keys), line))
-            with self._if_any(here, key) as keys:
-                turn_keys(b, kind, keys, b.at(at.keys, b.times(key, FLOAT)))
-                copy_values(b, kind, self._values(keys), b.at(at.values, b.times(key, self._line)))
+            is_ahead = self._is_any(ahead, key)
+            # What is fetched already costs nothing to fetch again.
+            next_keys = self._address(ahead.table, b.select(is_ahead, b.add(ahead.base, key), ahead.low))
+            with b.if_else(self._is_any(here, key)) as (is_here, nothing):
+                with is_here:
+                    keys = self._address(here.table, b.add(here.base, key))
+                    turn_keys(b, kind, keys, b.at(at.keys, b.times(key, FLOAT)), next_keys)
+                    target = b.at(at.values, b.times(key, self._line))
+                    copy_values(b, kind, self._values(keys), target, self._values(next_keys))
+                with nothing, b.if_then(is_ahead), b.loop(0, LANES * kind.row_bytes, 64) as line:
+                    prefetch(b, b.at(next_keys, line))
+                    prefetch(b, b.at(self._values(next_keys), line))
 
-    @contextmanager
-    def _if_any(self, keys: _Keys, offset: ir.Value) -> Iterator[ir.Value]:
-        """Where any of 16 keys of a tile is one of `keys`: their address."""
+    def _is_any(self, keys: _Keys, offset: ir.Value) -> ir.Value:
+        """Whether any of 16 keys of a tile is one of `keys`."""
         b = self._b
         position = b.add(keys.base, offset)
-        is_any = b.and_(b.icmp_signed("<", position, keys.high), b.icmp_signed(">", b.plus(position, LANES), keys.low))
-        with b.if_then(is_any):
-            yield self._address(keys.table, position)
+        return b.and_(b.icmp_signed("<", position, keys.high), b.icmp_signed(">", b.plus(position, LANES), keys.low))
 
     def _values(self, keys: ir.Value) -> ir.Value:
         return self._b.at(keys, self._b.times(self._call.block, self._kind.row_bytes))

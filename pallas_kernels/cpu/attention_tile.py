@@ -15,7 +15,7 @@ from pallas_kernels.cpu.emit import (
     LANES, Emitter, broadcast, f32, f32x16, function, greatest_lane, i32, i32x16, i64, ptr, sum_lanes,
 )  # fmt: skip
 from pallas_kernels.cpu.kv_formats import Format
-from pallas_kernels.cpu.tiles import transposed
+from pallas_kernels.cpu.tiles import prefetch, transposed
 
 TILE_KEYS = 64
 FLOAT = 4
@@ -80,22 +80,27 @@ class Products:
         return made
 
 
-def turn_keys(b: Emitter, kind: Format, source: ir.Value, target: ir.Value) -> None:
-    """16 keys from `source` on, as columns of `target` f32[head_dim, TILE_KEYS]."""
+def turn_keys(b: Emitter, kind: Format, source: ir.Value, target: ir.Value, ahead: ir.Value) -> None:
+    """16 keys from `source` on, as columns of `target` f32[head_dim, TILE_KEYS]; those at `ahead` are fetched."""
     rows = [b.at(source, key * kind.row_bytes) for key in range(LANES)]
     scales = [kind.scale(b, row) for row in rows]
     with b.loop(0, kind.head_dim // LANES) as part:
+        share = LANES * kind.row_bytes * LANES // kind.head_dim
+        for line in range(0, share, 64):
+            prefetch(b, b.at(ahead, b.plus(b.times(part, share), line)))
         lines = [kind.read(b, row, part, scale) for row, scale in zip(rows, scales)]
         place = b.at(target, b.times(part, LANES * TILE_KEYS * FLOAT))
         for at, line in enumerate(transposed(b, lines)):
             b.write(line, place, at * TILE_KEYS * FLOAT)
 
 
-def copy_values(b: Emitter, kind: Format, source: ir.Value, target: ir.Value) -> None:
-    """16 values from `source` on, as rows of `target` f32[16, head_dim]."""
+def copy_values(b: Emitter, kind: Format, source: ir.Value, target: ir.Value, ahead: ir.Value) -> None:
+    """16 values from `source` on, as rows of `target` f32[16, head_dim]; those at `ahead` are fetched."""
     with b.loop(0, LANES) as key:
         row = b.at(source, b.times(key, kind.row_bytes))
         place, scale = b.at(target, b.times(key, kind.head_dim * FLOAT)), kind.scale(b, row)
+        for line in range(0, kind.row_bytes, 64):
+            prefetch(b, b.at(ahead, b.plus(b.times(key, kind.row_bytes), line)))
         for part in range(kind.head_dim // LANES):
             b.write(kind.read(b, row, part, scale), place, 64 * part)
 
