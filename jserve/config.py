@@ -54,7 +54,7 @@ class KvSection:
     memory_bytes: int | None = None
     """Bytes of the pool, instead of memory_fraction. auto on CPU: 1 GiB, or less where memory is short."""
     dtype: str | None = None
-    """f32, f16, bf16, int8 (CPU) or fp8, of keys and values. auto: f32 on CPU, the model's dtype elsewhere."""
+    """f32, f16, bf16, int8 (CPU) or fp8, of keys and values. auto: the model's dtype; on CPU f32, and bf16 beside int8 matrices."""
     prefix_cache: bool = True
     """Reuse the blocks of equal prefixes across requests."""
     preemption: str = "auto"

@@ -20,6 +20,7 @@ from jserve.scheduler import PolicySettings
 from jserve.scheduler.buckets import default_sequence_buckets
 from jserve.scheduler.policies import parse_weights
 from jserve.weights.load import LoadedModel
+from pallas_kernels.cpu.ops import why_no_simd
 
 KV_DTYPES = {
     "f32": "float32", "f16": "float16", "bf16": "bfloat16", "int8": "int8", "fp8": "fp8",
@@ -58,7 +59,7 @@ def resolve_automatic(config: Config, platform: str) -> Config:
         config = config.replace(section, **{k: v for k, v in values.items() if getattr(current, k) is None})
 
     default("model", dtype="float32" if on_cpu else "bfloat16")
-    default("kv", dtype="float32" if on_cpu else config.model.dtype)
+    default("kv", dtype=_kv_dtype_on_cpu(config) if on_cpu else config.model.dtype)
     default("scheduler", max_num_seqs=64 if on_cpu else 256)
     budget = 512 if on_cpu else 2048
     if config.compile.deterministic:  # tiles gain nothing from large steps, and the one program moves all its rows
@@ -76,6 +77,13 @@ def resolve_automatic(config: Config, platform: str) -> Config:
         )
     policy_settings(config)
     return config
+
+
+def _kv_dtype_on_cpu(config: Config) -> str:
+    """float32; with int8 matrices bfloat16 where the CPU's own kernel reads it: attention is half of a step then, and bound by the
+    bytes of keys and values, and what rounding them changes is a tenth of what int8 does."""
+    is_own = config.kernel.attention in (None, "llvm_cpu") and not config.compile.deterministic
+    return "bfloat16" if config.model.quantize == "int8" and is_own and why_no_simd() is None else "float32"
 
 
 def resolve_block_size(config: Config, shard: ModelConfig, platform: str) -> Config:

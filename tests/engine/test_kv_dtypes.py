@@ -6,6 +6,7 @@ import pytest
 
 from jserve.config import Config, ConfigError
 from jserve.engine.settings import resolve_automatic
+from pallas_kernels.cpu.ops import why_no_simd
 from tests.support.engines import answers, request, running_engine
 from tests.support.tiny_models import random_gguf
 
@@ -43,6 +44,22 @@ def test_a_bfloat16_model_scores_like_a_float32_one_alone_and_among_others(path)
         alone = [best(answers(engine, [one]))[0] for one in requests]
     assert together == pytest.approx(wanted, abs=0.05) and alone == pytest.approx(wanted, abs=0.05)
     assert together != wanted
+
+
+@pytest.mark.skipif(why_no_simd() is not None, reason=f"{why_no_simd()}")
+@pytest.mark.parametrize("platform, changes, dtype", [
+    ("cpu", {"model": {"quantize": "int8"}}, "bfloat16"),
+    ("cpu", {"model": {"quantize": "int8"}, "kernel": {"attention": "xla"}}, "float32"),
+    ("cpu", {"model": {"quantize": "int8"}, "compile": {"deterministic": True}}, "float32"),
+    ("cpu", {"model": {"quantize": "int8"}, "kv": {"dtype": "f16"}}, "float16"),
+    ("cpu", {}, "float32"),
+    ("gpu", {"model": {"quantize": "int8"}}, "bfloat16"),
+])  # fmt: skip
+def test_the_kv_dtype_unless_one_is_given(platform, changes, dtype):
+    config = Config()
+    for section, fields in changes.items():
+        config = config.replace(section, **fields)
+    assert resolve_automatic(config, platform).kv.dtype == dtype
 
 
 def test_dtypes_that_cannot_be_served_are_refused_by_name():
