@@ -1,10 +1,10 @@
-"""Paged attention with AVX-512: writes a step's keys and values where they belong in the pool, then every token reads its own,
-block by block, where they lie.
+"""Paged attention with AVX-512: writes a step's keys and values where they belong in the pool, then every token reads
+its own, block by block, where they lie.
 
-Tokens of one sequence are taken together with all query heads of a kv head, so that a tile of keys is read and turned once for
-all of them; the softmax runs along, with one pass over keys and values.  While a tile is multiplied, the next one is fetched.
-Keys that no token of a run sees are not touched, and those that one of them does not see have no weight: unused slots may hold
-anything.
+Tokens of one sequence are taken together with all query heads of a kv head, so that a tile of keys is read and turned
+once for all of them; the softmax runs along, with one pass over keys and values.  While a tile is multiplied, the next
+one is fetched. Keys that no token of a run sees are not touched, and those that one of them does not see have no
+weight: unused slots may hold anything.
 """
 
 from __future__ import annotations
@@ -104,13 +104,14 @@ def scratch_bytes(group: int, head_dim: int, num_slots: int) -> int:
 
 
 def add_attention(module: ir.Module, name: str, num_slots: int, dtype: str, head_dim: int, scale_bytes: int) -> None:
-    """The handler of (q f32[T, N, H], k [T, K, lanes], v [T, K, lanes], pool [L, B, K, 2, P, lanes], layer i32[1], row i32[T],
-    first i32[T], length i32[T], block i32[T], slot i32[T], tables i32[S, blocks]) -> (out f32[T, N, H], pool, scratch u8[]).
+    """The handler of (q f32[T, N, H], k [T, K, lanes], v [T, K, lanes], pool [L, B, K, 2, P, lanes], layer i32[1], row
+    i32[T], first i32[T], length i32[T], block i32[T], slot i32[T], tables i32[S, blocks]) -> (out f32[T, N, H], pool,
+    scratch u8[]).
 
-    k and v are what the pool stores; token t's go to slot[t] of block[t], and nowhere if that is the dead block or none of the
-    pool.  The pool is written in place: argument and result are one buffer.  Token t sees keys first[t] .. length[t] - 1 of the
-    sequence whose table is row[t]; length 0 is a token of padding, whose output is zero.  Tokens of a sequence are neighbours in
-    order of their positions.  q is scaled already.  H and P are multiples of 16.
+    k and v are what the pool stores; token t's go to slot[t] of block[t], and nowhere if that is the dead block or none
+    of the pool.  The pool is written in place: argument and result are one buffer.  Token t sees keys first[t] ..
+    length[t] - 1 of the sequence whose table is row[t]; length 0 is a token of padding, whose output is zero.  Tokens
+    of a sequence are neighbours in order of their positions.  q is scaled already.  H and P are multiples of 16.
     """
     kind = format_of(dtype, head_dim, scale_bytes)
     products = Products(module, name)
@@ -118,7 +119,8 @@ def add_attention(module: ir.Module, name: str, num_slots: int, dtype: str, head
     def plan(b: Emitter, args: list[ir.Value], rets: list[ir.Value]):
         q, _, _, pool, *_, tables = args
         tokens, kv_heads = dim(b, q, 0), dim(b, pool, 2)
-        wanted = b.sdiv(b.plus(b.mul(tokens, kv_heads), _CHUNKS_OF_A_SLOT * num_slots - 1), b.int(_CHUNKS_OF_A_SLOT * num_slots))
+        share = _CHUNKS_OF_A_SLOT * num_slots
+        wanted = b.sdiv(b.plus(b.mul(tokens, kv_heads), share - 1), b.int(share))
         group = b.sdiv(dim(b, q, 1), kv_heads)
         size = b.minimum(wanted, b.maximum(b.sdiv(b.int(_RUN_ROWS), group), 1))
         runs = b.sdiv(b.sub(b.add(tokens, size), b.int(1)), size)
@@ -222,8 +224,9 @@ class _Attention:
                     self._weigh(rows, b.trunc(base, i32))
             begin = b.sub(here.low, base)
             self._products.emit(
-                b, b.at(at.scores, b.times(begin, FLOAT)), TILE_KEYS * FLOAT, b.at(at.values, b.times(begin, self._line)),
-                self._line, at.sums, self._line, rows, b.sub(here.high, here.low), kind.head_dim // LANES, at.factors,
+                b, b.at(at.scores, b.times(begin, FLOAT)), TILE_KEYS * FLOAT,
+                b.at(at.values, b.times(begin, self._line)), self._line, at.sums, self._line,
+                rows, b.sub(here.high, here.low), kind.head_dim // LANES, at.factors,
             )  # fmt: skip
         with self._each_row(token, end) as (row, _, place):
             sums, total = b.at(at.sums, b.times(row, self._line)), b.at(at.totals, b.times(row, 64))
@@ -249,11 +252,12 @@ class _Attention:
             bounds = []
             if position is not None:
                 bounds = [position, *(b.read(own(base, 4), 0, i32) for base in (at.firsts, at.lengths))]
-            weigh(b, own(at.scores, TILE_KEYS * FLOAT), own(at.greatest, 4), own(at.totals, 64), own(at.factors, 4), *bounds)
+            scores, totals = own(at.scores, TILE_KEYS * FLOAT), own(at.totals, 64)
+            weigh(b, scores, own(at.greatest, 4), totals, own(at.factors, 4), *bounds)
 
     def _fetch(self, here: _Keys, ahead: _Keys) -> None:
-        """Keys and values of a tile, by 16; and those of the next one towards the caches, a few lines with each of them: more at
-        once would wait for each other."""
+        """Keys and values of a tile, by 16; and those of the next one towards the caches, a few lines with each of
+        them: more at once would wait for each other."""
         b, at, kind = self._b, self._at, self._kind
         with b.loop(0, TILE_KEYS, LANES) as key:
             is_ahead = self._is_any(ahead, key)

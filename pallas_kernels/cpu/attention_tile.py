@@ -1,8 +1,9 @@
 """The inner loops of attention: a tile of keys and values against many queries of one kv head, in float32 with AVX-512.
 
-Keys are turned, so that a vector holds one number of 16 keys: scores are then sums of vectors times a broadcast number of a
-query, without a sum over lanes.  Six rows are multiplied at a time, which uses each vector six times from its register.  A row's
-result is the same bits whatever rows are beside it: each number is one chain of additions in a fixed order.
+Keys are turned, so that a vector holds one number of 16 keys: scores are then sums of vectors times a broadcast number
+of a query, without a sum over lanes.  Six rows are multiplied at a time, which uses each vector six times from its
+register.  A row's result is the same bits whatever rows are beside it: each number is one chain of additions in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -33,10 +34,14 @@ class Products:
     def __init__(self, module: ir.Module, name: str):
         self._module, self._name = module, name
 
-    def emit(self, b: Emitter, a, a_stride: int, right, right_stride: int, c, c_stride: int, rows, depth, vectors: int, factors=None):
+    def emit(
+        self, b: Emitter, a, a_stride: int, right, right_stride: int, c, c_stride: int, rows, depth, vectors: int,
+        factors=None,
+    ) -> None:  # fmt: skip
         """A f32[rows, depth], B f32[depth, 16 * vectors] and C by rows of as many bytes as said."""
         arguments = lambda row, at: [
-            b.at(a, b.times(row, a_stride)), b.at(right, 64 * at), b.at(b.at(c, b.times(row, c_stride)), 64 * at), depth,
+            b.at(a, b.times(row, a_stride)), b.at(right, 64 * at), b.at(b.at(c, b.times(row, c_stride)), 64 * at),
+            depth,
             b.at(factors, b.times(row, FLOAT)) if factors is not None else b.untyped(c),
         ]
         for at in range(0, vectors, _VECTORS):
@@ -108,8 +113,8 @@ def copy_values(b: Emitter, kind: Format, source: ir.Value, target: ir.Value, ah
 def weigh(b: Emitter, scores, greatest, total, factor, position=None, first=None, length=None) -> None:
     """Makes weights of one row's scores of a tile: e ** (score - the greatest so far).
 
-    Updates the greatest (f32[1]) and the sum of weights so far (by lane, f32[16]), and writes by what earlier sums are to be
-    multiplied.  With a position: of the tile, where the row sees only keys first .. length - 1.
+    Updates the greatest (f32[1]) and the sum of weights so far (by lane, f32[16]), and writes by what earlier sums are
+    to be multiplied.  With a position: of the tile, where the row sees only keys first .. length - 1.
     """
     lines = [b.read(scores, 64 * at, f32x16) for at in range(TILE_KEYS // LANES)]
     if position is not None:

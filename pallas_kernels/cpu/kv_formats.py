@@ -1,7 +1,7 @@
 """How the CPU's attention reads keys and values of a pool: 16 stored numbers as 16 floats, whatever the pool's dtype.
 
-Reading is where narrow pools are made float32: a shift or a conversion in registers, and of a scaled pool a product with the
-scale that lies behind each key or value.
+Reading is where narrow pools are made float32: a shift or a conversion in registers, and of a scaled pool a product
+with the scale that lies behind each key or value.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Paged attention on CPU by a kernel of our own (pallas_kernels/cpu), with AVX-512: the KV write and the attention in one call.
+"""Paged attention on CPU by a kernel of our own (pallas_kernels/cpu), with AVX-512: the KV write and the attention in
+one call.
 
 It reads pools of each dtype as they lie; what it does not serve (a logit soft cap, sinks, odd sizes) is XLA's.
 """
@@ -37,7 +38,8 @@ def validate(layout: PoolLayout, spec: AttentionSpec) -> None:
     if dtype not in DTYPES:
         raise NotImplementedError(f"the KV dtype {dtype} is none of {', '.join(DTYPES)}")
     if layout.head_dim % 16 or layout.block_size % 16:
-        raise NotImplementedError(f"head_dim {layout.head_dim} and block size {layout.block_size}: multiples of 16 only")
+        sizes = f"head_dim {layout.head_dim} and block size {layout.block_size}"
+        raise NotImplementedError(f"{sizes}: multiples of 16 only")
     if spec.soft_cap is not None or spec.has_sinks:
         raise NotImplementedError("no logit soft cap and no sinks")
     if lack := ops.why_no_simd():
