@@ -44,7 +44,9 @@ generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false, temperatu
 metric_list: [{metric: exact_match}]
 """
 
-pytestmark = [pytest.mark.skipif(LM_EVAL is None, reason="lm_eval is not installed"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.skipif(LM_EVAL is None, reason="lm_eval is not installed"), pytest.mark.slow, pytest.mark.timeout(1200)
+]  # fmt: skip
 
 
 async def test_a_harness_measures_what_the_model_computes(tmp_path):
@@ -75,7 +77,7 @@ async def test_a_harness_measures_what_the_model_computes(tmp_path):
                        "choosing,continuing", "--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"),
                        "--log_samples", "--batch_size", "2"]
             offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-            done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=250,
+            done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=900,
                                            env={**os.environ, **offline})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     [results] = (tmp_path / "out").rglob("results_*.json")
