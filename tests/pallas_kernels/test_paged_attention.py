@@ -343,7 +343,7 @@ def test_donated_pool_stays_in_place_through_a_scan_over_layers(dtype, decode_on
 
 class TestChoice:
     def test_cpu_serves_with_xla_what_its_kernel_does_not(self):
-        assert choose("cpu", layout("cpu", 2, 80, 32, "bfloat16"), AttentionSpec(1.0)) == "xla"
+        assert choose("cpu", layout("cpu", 2, 80, 32, "bfloat16"), AttentionSpec(1.0, soft_cap=30.0)) == "xla"
 
     def test_what_the_kernel_refuses_falls_back_unless_it_was_asked_for(self):
         refused = layout("tpu", 2, 512, 32, "float32")
