@@ -39,7 +39,7 @@ from jserve.sampling.scores import hide_unreal, largest, normalizer
 from jserve.sampling.shaping import ShapingRows
 from jserve.scheduler.buckets import bucket_for
 from pallas_kernels.cpu.compiled import num_slots
-from pallas_kernels.cpu.ops import register_kernels, why_no_tiles
+from pallas_kernels.cpu.ops import register_kernels, register_scan, why_no_simd, why_no_tiles
 from pallas_kernels.paged_attention import PoolLayout
 from pallas_kernels.targets import step_compiler_options
 
@@ -220,6 +220,8 @@ class ProgramSet:
         """Makes every program of the plan ready to run; `store` has executables of earlier starts."""
         if self._layouts[0].platform == "cpu":
             register_kernels(_encodings(params))
+            if why_no_simd() is None:
+                register_scan()
         self._compiled = compile_all(
             self.jobs(params), num_threads, progress, store, self.compiler_options, self.placement.devices
         )
@@ -251,6 +253,7 @@ class ProgramSet:
         facts |= {"attention": self.implementation, "tokens of the tokenizer": repr(self._num_real_tokens)}
         facts |= {"blocks of a sequence": repr(self._max_blocks)}
         if self._layouts[0].platform == "cpu":
+            facts |= {"no SIMD": repr(why_no_simd())}
             facts |= {"no matrix tiles": repr(why_no_tiles()), "encodings": repr(sorted(_encodings(params)))}
             facts |= {"threads of a kernel": repr(num_slots())}  # a program's scratch memory is for so many
         layers = params.layers[0] if params.by_layer else params.layers

@@ -8,7 +8,9 @@ are of raw logits.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +19,8 @@ from jax import Array, lax
 from jserve.sampling.draw import draw, draw_keys
 from jserve.sampling.limits import MIN_TEMPERATURE
 from jserve.sampling.rows import each_row
-from jserve.sampling.scores import TokenScores, chunked, hide_unreal, normalizer, score, token_logprob
+from jserve.sampling.scores import TokenScores, hide_unreal, scan, score, token_logprob
 from jserve.sampling.threshold import Filters, keep_threshold
-
-
-ARGMAX_CHUNK = 128
 
 
 class SamplerKind(enum.Enum):
@@ -85,10 +84,13 @@ def sample(
     `logits`.  That some token is left in every row is the validator's promise; `is_sound` is False in a row where none is.
     """
     num_real_tokens = logits.shape[1] if num_real_tokens is None else num_real_tokens
-    norm = normalizer(logits)
-
-    shaped = _ban(hide_unreal(logits if shaped is None else shaped, num_real_tokens), inputs)
-    maximum, token_ids = _most_probable(shaped)
+    shaped = hide_unreal(logits if shaped is None else shaped, num_real_tokens)
+    if variant.kind is SamplerKind.GREEDY:
+        rows = _with_bans(lambda shaped: scan(logits, shaped, inputs.is_used), shaped, inputs)
+    else:
+        shaped = _with_bans(lambda shaped: shaped, shaped, inputs)
+        rows = scan(logits, shaped, inputs.is_used)
+    norm, maximum, token_ids = rows.norm, rows.maximum, rows.token_ids
     if variant.kind is not SamplerKind.GREEDY:
         keys = draw_keys(inputs.seed, inputs.sample_index, inputs.position)
         token_ids = each_row(_row_token, shaped, maximum, token_ids, inputs, keys)
@@ -115,8 +117,9 @@ def _row_token(logits_V: Array, maximum: Array, greedy_id: Array, inputs: Sample
     return lax.cond(inputs.is_used & (inputs.temperature > 0), drawn, lambda: greedy_id)
 
 
-def _ban(logits: Array, inputs: SamplerInputs) -> Array:
-    """-inf at the banned ids; no row banning anything, the common case, costs a copy."""
+def _with_bans(function: Callable[[Array], Any], logits: Array, inputs: SamplerInputs) -> Any:
+    """function(logits with -inf at the banned ids).  In the common case, that no row bans any, nothing is copied but
+    what `function` returns."""
     counts = jnp.where(inputs.is_used, inputs.num_banned, 0)
     columns = jnp.arange(inputs.banned_ids.shape[1])
     # Unused columns point beyond the vocabulary and are dropped; ids were checked to be inside at the edge.
@@ -124,15 +127,6 @@ def _ban(logits: Array, inputs: SamplerInputs) -> Array:
     rows = jnp.arange(logits.shape[0])[:, None]
     return lax.cond(
         jnp.any(counts > 0),
-        lambda: logits.at[rows, ids].set(-jnp.inf, mode="drop"),
-        lambda: logits,
+        lambda: function(logits.at[rows, ids].set(-jnp.inf, mode="drop")),
+        lambda: function(logits),
     )
-
-
-def _most_probable(logits: Array) -> tuple[Array, Array]:
-    """(maximum f32[R], its lowest id i32[R]); several times faster on CPU than argmax over the vocabulary."""
-    chunks = chunked(logits, ARGMAX_CHUNK)
-    maxima = jnp.max(chunks, axis=2)
-    first = jnp.argmax(maxima, axis=1).astype(jnp.int32)
-    inside = jnp.take_along_axis(chunks, first[:, None, None], axis=1)[:, 0]
-    return jnp.max(maxima, axis=1), first * ARGMAX_CHUNK + jnp.argmax(inside, axis=1).astype(jnp.int32)

@@ -14,6 +14,7 @@ from jax import Array, lax
 
 from jserve.sampling.limits import MAX_LOGPROBS
 from jserve.sampling.rows import each_row
+from pallas_kernels.cpu.ops import scan_rows, serves_scan
 
 LOGPROB_FLOOR = -9999.0
 """What stands for -inf, which is never sent."""
@@ -41,9 +42,47 @@ class Normalizer:
     log_mass: Array  # f32[R], log of the sum of exp(logit - maximum), 0 or more
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowScan:
+    """What the sampler needs to know of every row."""
+
+    norm: Normalizer  # of the model's own logits
+    maximum: Array  # f32[R], of the shaped ones
+    token_ids: Array  # i32[R], the lowest id that has it
+
+
+def scan(logits: Array, shaped: Array, is_used: Array) -> RowScan:
+    """Of f32[R, V] logits; rows that are not used get anything.
+
+    On CPUs that have it by a kernel of our own: XLA takes a row of 49,152 logits through four passes, on one core.
+    """
+    if not serves_scan(logits):
+        return _scan(logits, shaped, is_used)
+    return lax.platform_dependent(logits, shaped, is_used, cpu=_scan_by_kernel, default=_scan)
+
+
+def _scan(logits: Array, shaped: Array, is_used: Array) -> RowScan:
+    return RowScan(each_row(_row_normalizer, logits), *_most_probable(shaped))
+
+
+def _scan_by_kernel(logits: Array, shaped: Array, is_used: Array) -> RowScan:
+    maximum, mass, best, token_ids = scan_rows(logits, shaped, is_used)
+    return RowScan(Normalizer(maximum, jnp.log(mass)), best, token_ids)
+
+
+def _most_probable(logits: Array) -> tuple[Array, Array]:
+    """(maximum f32[R], its lowest id i32[R]); several times faster on CPU than argmax over the vocabulary."""
+    chunks = chunked(logits, SEARCH_CHUNK)
+    maxima = jnp.max(chunks, axis=2)
+    first = jnp.argmax(maxima, axis=1).astype(jnp.int32)
+    inside = jnp.take_along_axis(chunks, first[:, None, None], axis=1)[:, 0]
+    return jnp.max(maxima, axis=1), first * SEARCH_CHUNK + jnp.argmax(inside, axis=1).astype(jnp.int32)
+
+
 def normalizer(logits: Array) -> Normalizer:
     """Of f32[R, V] logits."""
-    return each_row(_row_normalizer, logits)
+    return scan(logits, logits, jnp.ones(logits.shape[0], bool)).norm
 
 
 def _row_normalizer(logits_V: Array) -> Normalizer:

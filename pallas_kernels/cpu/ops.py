@@ -113,3 +113,22 @@ def register_attention(dtype: str, head_dim: int, scale_bytes: int) -> str:
 
     name = f"jserve_paged_attention_{dtype}_{head_dim}_{scale_bytes}"
     return compile_handler(name, add_attention, dtype, head_dim, scale_bytes)
+
+
+def serves_scan(logits_RV: jax.Array) -> bool:
+    """Whether `scan_rows` can take these."""
+    return logits_RV.dtype == jnp.float32 and logits_RV.shape[1] % 64 == 0 and why_no_simd() is None
+
+
+def scan_rows(logits_RV: jax.Array, shaped_RV: jax.Array, used_R: jax.Array) -> tuple[jax.Array, ...]:
+    """(maximum f32[R], mass f32[R], best f32[R], best_id i32[R]); see `add_scan_rows`.  On CPU only, where `serves_scan`."""
+    like = lambda dtype: jax.ShapeDtypeStruct(logits_RV.shape[:1], dtype)
+    results = like(jnp.float32), like(jnp.float32), like(jnp.float32), like(jnp.int32)
+    return tuple(jax.ffi.ffi_call(register_scan(), results)(logits_RV, shaped_RV, used_R.astype(jnp.int32)))
+
+
+def register_scan() -> str:
+    """As `register_matmul`, where `why_no_simd` has nothing to say."""
+    from pallas_kernels.cpu.scan_rows import add_scan_rows
+
+    return compile_handler("jserve_scan_rows", add_scan_rows)

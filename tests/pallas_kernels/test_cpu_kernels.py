@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jserve.models.layers import linear
 from jserve.models.quantized import QuantizedMatrix, two_digit_dot
 from pallas_kernels.cpu import compiled
-from pallas_kernels.cpu.ops import linear_int8, matmul, matmul_packed, serves_matmul, why_no_simd, why_no_tiles
+from pallas_kernels.cpu.ops import linear_int8, matmul, matmul_packed, scan_rows, serves_matmul, why_no_simd, why_no_tiles
 from pallas_kernels.cpu.packed_layout import tiled
 from pallas_kernels.paged_attention import AttentionSpec, RaggedBatch, choose, layout, paged_attention, prepare
 from pallas_kernels.paged_attention.cases import CASES, Case, Heads, build, twin
@@ -292,3 +292,27 @@ def int8_operands(rows: int, depth: int, columns: int, seed: int) -> tuple[np.nd
     random = np.random.default_rng(seed)
     x = random.standard_normal((rows, depth), np.float32) * np.exp(random.standard_normal((rows, 1), np.float32))
     return x, random.integers(-127, 128, (columns, depth), np.int8), random.random(columns, np.float32)
+
+
+@needs_simd
+class TestScanRows:
+    @pytest.mark.parametrize("width", [64, 192, 49152])
+    def test_maximum_mass_and_lowest_id_of_the_best(self, width):
+        generator = np.random.default_rng(width)
+        logits = generator.normal(0, 5, (5, width)).astype(np.float32)
+        shaped = np.round(generator.normal(0, 2, (5, width))).astype(np.float32)  # many are equal
+        maximum, mass, best, best_id = (np.asarray(one) for one in scan_rows(logits, shaped, jnp.ones(5, bool)))
+        np.testing.assert_array_equal(maximum, logits.max(axis=1))
+        np.testing.assert_array_equal(best, shaped.max(axis=1))
+        np.testing.assert_array_equal(best_id, shaped.argmax(axis=1))
+        exact = np.exp(logits.astype(np.float64) - logits.max(axis=1, keepdims=True)).sum(axis=1)
+        np.testing.assert_allclose(mass, exact, rtol=4e-6)
+
+    def test_rows_of_no_numbers_are_found_and_touch_no_other(self):
+        logits = np.random.default_rng(1).normal(0, 5, (7, 128)).astype(np.float32)
+        alone = [np.asarray(one)[0] for one in scan_rows(logits[3:4], logits[3:4], jnp.ones(1, bool))]
+        logits[0, 5], logits[1, 7], logits[2] = np.nan, np.inf, -np.inf
+        used = jnp.arange(7) < 6
+        result = [np.asarray(one) for one in scan_rows(logits, logits, used)]
+        np.testing.assert_array_equal(np.isfinite(result[1]), [False, False, False, True, True, True, True])
+        assert [one[3] for one in result] == alone and [one[6] for one in result] == [0, 1, 0, 0]
