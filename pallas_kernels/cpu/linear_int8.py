@@ -221,21 +221,27 @@ class _Linear:
             load_tile(b, 4 + half, of_w, place, self._depth)
 
     def _sums(self, of_w: ir.Value, of_x: ir.Value, ahead: ir.Value | None) -> list[Callable[[int], ir.Value]]:
-        """Tiles 0 and 1 are sums of the first digit, 2 and 3 of the second; 6 and 7 are of x."""
+        """Tiles 0 and 1 are sums of the first digit, 2 and 3 of the second; 4 is of w, 6 of x: of few live tiles matmul_packed says
+        why.  One tile changes from product to product."""
         b = self._b
         kept = b.alloca_once(ir.ArrayType(i8, 4 * TILE_BYTES), 64)
         for index in range(4):
             tile(b, "tilezero", index)
         with b.loop(0, self._steps) as step:
-            self._load_w(of_w, step)
-            for digit in range(2):
-                load_tile(b, 6 + digit, of_x, b.plus(b.times(step, 2 * TILE_BYTES), digit * TILE_BYTES))
-                for half in range(2):
-                    tile(b, "tdpbssd", 2 * digit + half, 4 + half, 6 + digit)
+            loaded = None
+            for half, digit in ((0, 0), (1, 0), (1, 1), (0, 1)):
+                if loaded is None or loaded[0] != half:
+                    place = b.plus(b.times(self._depth, TILE_ROWS * half), b.times(step, DEPTH))
+                    load_tile(b, 4, of_w, place, self._depth)
+                if loaded is None or loaded[1] != digit:
+                    load_tile(b, 6, of_x, b.plus(b.times(step, 2 * TILE_BYTES), digit * TILE_BYTES))
+                loaded = half, digit
+                tile(b, "tdpbssd", 2 * digit + half, 4, 6)
             if ahead is not None:
                 self._prefetch_step(ahead, step)
         for index in range(4):
             store_tile(b, index, kept, index * TILE_BYTES)
+            tile(b, "tilezero", index)
 
         def line(half: int, at: int) -> ir.Value:
             first, second = (b.read(kept, (2 * digit + half) * TILE_BYTES + 64 * at, i32x16, 64) for digit in range(2))
@@ -257,6 +263,7 @@ class _Linear:
             self._prefetch_step(ahead, step)
         for index in range(2):
             store_tile(b, index, kept, index * TILE_BYTES)
+            tile(b, "tilezero", index)
         swapped = ir.Constant(i32x16, [lane ^ FEW_ROWS for lane in range(TILE_ROWS)])
 
         def line(half: int, at: int) -> ir.Value:
