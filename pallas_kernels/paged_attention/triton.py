@@ -43,10 +43,10 @@ def validate(layout: PoolLayout, spec: AttentionSpec) -> None:
 
 
 def default_tiles(layout: PoolLayout) -> TritonTiles:
-    """Heads of 256 leave room for half as many keys."""
+    """Heads of 256 leave room for half as many keys; for those of 64 jax 0.12's compiler spills where it takes 64 at a time."""
     if layout.lanes > 128:
         return TritonTiles(decode_rows=16, decode_keys=32, chunk_keys=32, chunk_warps=8)
-    return TritonTiles()
+    return TritonTiles(chunk_keys=32 if layout.lanes <= 64 else TritonTiles.chunk_keys)
 
 
 def attend(
