@@ -13,7 +13,7 @@ import math
 from llvmlite import ir
 
 from pallas_kernels.cpu.emit import (
-    LANES, Emitter, broadcast, f32, f32x16, function, greatest_lane, i32, i32x16, i64, ptr, sum_lanes,
+    LANES, Emitter, broadcast, f32, f32x16, fma, function, greatest_lane, i32, i32x16, i64, ptr, sum_lanes,
 )  # fmt: skip
 from pallas_kernels.cpu.kv_formats import Format
 from pallas_kernels.cpu.tiles import prefetch, transposed
@@ -150,10 +150,6 @@ def divide(b: Emitter, sums, total, out, parts: int) -> None:
 
 def zeros() -> ir.Constant:
     return ir.Constant(f32x16, [0.0] * LANES)
-
-
-def fma(b: Emitter, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-    return b.intrinsic("llvm.fma.v16f32", f32x16, [x, y, z])
 
 
 def exp(b: Emitter, x: ir.Value) -> ir.Value:

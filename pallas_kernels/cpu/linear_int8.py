@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, i8, i16, i16x32, i32, i32x16
+from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, fma, i8, i16, i16x32, i32, i32x16
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim, wait_for_first
 from pallas_kernels.cpu.tiles import TILE_BYTES, TILE_ROWS, configured, load_tile, prefetch, store_tile, tile, transposed
 
@@ -275,7 +275,7 @@ class _Linear:
     def _joined(self, first: ir.Value, second: ir.Value) -> ir.Value:
         b = self._b
         step = ir.Constant(f32x16, [_float32(1 / 254)] * 16)
-        return b.intrinsic("llvm.fma.v16f32", f32x16, [b.sitofp(second, f32x16), step, b.sitofp(first, f32x16)])
+        return fma(b, b.sitofp(second, f32x16), step, b.sitofp(first, f32x16))
 
 
 def _greatest(b: Emitter, vectors: list[ir.Value]) -> ir.Value:
