@@ -24,7 +24,7 @@ from jserve.models.config import ModelConfig
 from jserve.models.inputs import AttentionPlan, ForwardInputs, attention_spec
 from jserve.models.layers import apply_rope, cpu_kernel_or, dot_precision, linear, rms_norm, rope_table
 from jserve.models.packed import PackedMatrix, packed_dot
-from jserve.models.quantized import QuantizedMatrix, quantized_dot, take_rows
+from jserve.models.quantized import QuantizedMatrix, gated_dot, quantized_dot, take_rows
 from jserve.models.row_tiles import in_tiles
 from jserve.models.run_layers import run_layers
 from jserve.models.spec import Initialiser, ParamSpec, Piece, normal, ones, zeros
@@ -198,9 +198,13 @@ def _qkv(x_TD: jax.Array, weights: LlamaLayers, config: ModelConfig, rope: tuple
 
 
 def _mlp(x_TD: jax.Array, weights: LlamaLayers, config: ModelConfig) -> jax.Array:
-    gate_TF, up_TF = jnp.split(linear(x_TD, weights.gate_up, weights.gate_up_bias), 2, axis=-1)
-    gate_TF = jax.nn.gelu(gate_TF, approximate=True) if config.activation == "gelu_tanh" else jax.nn.silu(gate_TF)
-    return linear(gate_TF * up_TF, weights.down, weights.down_bias, config.shard_axis)
+    is_silu = config.activation != "gelu_tanh"
+    if is_silu and isinstance(weights.gate_up, QuantizedMatrix) and weights.gate_up_bias is None:
+        y_TF = gated_dot(x_TD, weights.gate_up).astype(x_TD.dtype)
+    else:
+        gate_TF, up_TF = jnp.split(linear(x_TD, weights.gate_up, weights.gate_up_bias), 2, axis=-1)
+        y_TF = (jax.nn.silu(gate_TF) if is_silu else jax.nn.gelu(gate_TF, approximate=True)) * up_TF
+    return linear(y_TF, weights.down, weights.down_bias, config.shard_axis)
 
 
 def param_specs(

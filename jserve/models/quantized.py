@@ -8,6 +8,8 @@ result does not depend on the order of a sum.
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -45,6 +47,19 @@ def quantized_dot(x_TD: jax.Array, weight: QuantizedMatrix) -> jax.Array:
     if not serves_int8(weight.values):
         return two_digit_dot(*operands)
     return jax.lax.platform_dependent(*operands, cpu=linear_int8, default=two_digit_dot)
+
+
+def gated_dot(x_TD: jax.Array, weight: QuantizedMatrix) -> jax.Array:
+    """f32[T, out / 2]: silu of the first half of `quantized_dot` times the second, which the CPU's own kernel does in one."""
+    operands = x_TD.astype(jnp.float32), weight.values, weight.scales
+
+    def two_steps(*operands: jax.Array) -> jax.Array:
+        gate_TF, up_TF = jnp.split(two_digit_dot(*operands), 2, axis=-1)
+        return jax.nn.silu(gate_TF) * up_TF
+
+    if not serves_int8(weight.values):
+        return two_steps(*operands)
+    return jax.lax.platform_dependent(*operands, cpu=functools.partial(linear_int8, is_gated=True), default=two_steps)
 
 
 def two_digit_dot(x_TD: jax.Array, weight_OD: jax.Array, scales_O: jax.Array) -> jax.Array:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from pallas_kernels.cpu.emit import Emitter, broadcast, f32, f32x16, fma, i8, i16, i16x32, i32, i32x16
+from pallas_kernels.cpu.elementwise import silu
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim, wait_for_first
 from pallas_kernels.cpu.tiles import TILE_BYTES, TILE_ROWS, configured, load_tile, prefetch, store_tile, tile, transposed
 
@@ -37,8 +38,11 @@ def scratch_bytes(num_rows: int, depth: int) -> int:
     return tiles * (depth // DEPTH * 2 * TILE_BYTES + TILE_ROWS * _FLOAT)
 
 
-def add_linear_int8(module: ir.Module, name: str, num_slots: int) -> None:
-    """The handler of (x f32[M, K], w i8[N, K], scales f32[N]) -> (y f32[M, N], scratch u8[]); 64 divides K, 32 N."""
+def add_linear_int8(module: ir.Module, name: str, num_slots: int, is_gated: bool = False) -> None:
+    """The handler of (x f32[M, K], w i8[N, K], scales f32[N]) -> (y f32[M, N], scratch u8[]); 64 divides K, 32 N.
+
+    If it is gated, y f32[M, N / 2] is silu of the first half of the columns times the second.
+    """
 
     def plan(b: Emitter, args: list[ir.Value], rets: list[ir.Value]):
         x, w, scales = args
@@ -54,7 +58,7 @@ def add_linear_int8(module: ir.Module, name: str, num_slots: int) -> None:
 
     def chunk(b: Emitter, values: list[ir.Value], index: ir.Value, slot: ir.Value, job: ir.Value) -> None:
         x, w, scales, y, scratch, rows, depth, columns, tiles, panels, run, blocks = values
-        emit = _Linear(b, x, w, scales, y, scratch, rows, depth, columns, tiles)
+        emit = _Linear(b, x, w, scales, y, scratch, rows, depth, columns, tiles, is_gated)
         with b.if_else(b.icmp_signed("<", index, tiles)) as (quantize, multiply):
             with quantize:
                 emit.quantize(index)
@@ -78,9 +82,13 @@ def _parts_of(b: Emitter, total: ir.Value, size: int | ir.Value) -> ir.Value:
 class _Linear:
     """Emits both kinds of chunk.  The product has w's rows as rows and x's as columns, and is transposed at the end."""
 
-    def __init__(self, b: Emitter, x, w, scales, y, scratch, rows, depth, columns, tiles):
+    def __init__(self, b: Emitter, x, w, scales, y, scratch, rows, depth, columns, tiles, is_gated: bool):
         self._b, self._x, self._w, self._scales, self._y = b, x, w, scales, y
-        self._digits, self._rows, self._depth, self._columns = scratch, rows, depth, columns
+        self._digits, self._rows, self._depth = scratch, rows, depth
+        # A panel's two tiles are 32 neighbours, or 16 of the gate and 16 of what it gates.
+        self._is_gated, self._own_rows = is_gated, TILE_ROWS if is_gated else PANEL_ROWS
+        self._between = b.sdiv(columns, b.int(2)) if is_gated else b.int(TILE_ROWS)
+        self._width = self._between if is_gated else columns
         self._steps = b.sdiv(depth, b.int(DEPTH))
         self._tile_bytes = b.times(self._steps, 2 * TILE_BYTES)
         self._row_scales = b.at(scratch, b.mul(tiles, self._tile_bytes))
@@ -167,14 +175,16 @@ class _Linear:
 
     def prefetch_panel(self, panel: ir.Value) -> None:
         b = self._b
-        start = b.mul(panel, b.times(self._depth, PANEL_ROWS))
+        start = b.mul(panel, b.times(self._depth, self._own_rows))
         with b.loop(0, self._steps) as step:
             self._prefetch_step(start, step)
 
     def _prefetch_step(self, start: ir.Value, step: ir.Value) -> None:
         b = self._b
-        for line in range(0, _STEP, 64):
-            prefetch(b, b.at(self._w, b.plus(start, b.times(step, _STEP), line)))
+        for half in range(2):
+            place = b.plus(start, b.times(b.mul(self._depth, self._between), half), b.times(step, _STEP // 2))
+            for line in range(0, _STEP // 2, 64):
+                prefetch(b, b.at(self._w, b.plus(place, line)))
 
     def multiply(self, first: ir.Value, last: ir.Value, start: ir.Value, stop: ir.Value) -> None:
         b = self._b
@@ -193,23 +203,29 @@ class _Linear:
         b = self._b
         first_row = b.times(row_tile, TILE_ROWS)
         count = b.minimum(b.sub(self._rows, first_row), TILE_ROWS)
-        base = b.at(self._y, b.times(b.plus(b.mul(first_row, self._columns), b.times(panel, PANEL_ROWS)), _FLOAT))
-        row_bytes = b.times(self._columns, _FLOAT)
+        base = b.at(self._y, b.times(b.plus(b.mul(first_row, self._width), b.times(panel, self._own_rows)), _FLOAT))
+        row_bytes = b.times(self._width, _FLOAT)
         with b.loop(0, count) as at:  # lines of y are far apart: fetch them while the sums are made
-            for line in (0, 64):
+            for line in range(0, self._own_rows * _FLOAT, 64):
                 prefetch(b, b.at(base, b.plus(b.mul(at, row_bytes), line)), for_write=True)
-        panel_bytes = b.times(self._depth, PANEL_ROWS)
+        panel_bytes = b.times(self._depth, self._own_rows)
         of_x = b.at(self._digits, b.mul(row_tile, self._tile_bytes))
         ahead = None if next_panel is None else b.mul(next_panel, panel_bytes)
         row_scales = b.read(self._row_scales, b.times(first_row, _FLOAT), f32x16)
         halves = sums(b.at(self._w, b.mul(panel, panel_bytes)), of_x, ahead)
+        by_half = []
         for half, read_line in enumerate(halves):
             lines = []
             for at in range(TILE_ROWS):
-                column = b.plus(b.times(panel, PANEL_ROWS), half * TILE_ROWS + at)
+                column = b.plus(b.times(panel, self._own_rows), b.times(self._between, half), at)
                 scale = broadcast(b, b.read(self._scales, b.times(column, _FLOAT), f32), f32x16)
                 lines.append(b.bitcast(b.fmul(b.fmul(read_line(at), row_scales), scale), i32x16))
-            for at, line in enumerate(transposed(b, lines)):
+            by_half.append(transposed(b, lines))
+        if self._is_gated:
+            floats = ((b.bitcast(line, f32x16) for line in pair) for pair in zip(*by_half))
+            by_half = [[b.fmul(silu(b, gate), up) for gate, up in floats]]
+        for half, lines in enumerate(by_half):
+            for at, line in enumerate(lines):
                 with b.if_then(b.icmp_signed("<", b.int(at), count)):
                     b.write(line, base, b.plus(b.times(row_bytes, at), 64 * half))
 
@@ -217,7 +233,7 @@ class _Linear:
         """Into tiles 4 and 5."""
         b = self._b
         for half in range(2):
-            place = b.plus(b.times(self._depth, TILE_ROWS * half), b.times(step, DEPTH))
+            place = b.plus(b.times(b.mul(self._depth, self._between), half), b.times(step, DEPTH))
             load_tile(b, 4 + half, of_w, place, self._depth)
 
     def _sums(self, of_w: ir.Value, of_x: ir.Value, ahead: ir.Value | None) -> list[Callable[[int], ir.Value]]:
@@ -231,7 +247,7 @@ class _Linear:
             loaded = None
             for half, digit in ((0, 0), (1, 0), (1, 1), (0, 1)):
                 if loaded is None or loaded[0] != half:
-                    place = b.plus(b.times(self._depth, TILE_ROWS * half), b.times(step, DEPTH))
+                    place = b.plus(b.times(b.mul(self._depth, self._between), half), b.times(step, DEPTH))
                     load_tile(b, 4, of_w, place, self._depth)
                 if loaded is None or loaded[1] != digit:
                     load_tile(b, 6, of_x, b.plus(b.times(step, 2 * TILE_BYTES), digit * TILE_BYTES))

@@ -49,22 +49,23 @@ def serves_int8(weight_OD: jax.Array) -> bool:
     return weight_OD.shape[0] % 32 == 0 and weight_OD.shape[1] % 64 == 0 and why_no_tiles() is None
 
 
-def linear_int8(x_TD: jax.Array, weight_OD: jax.Array, scales_O: jax.Array) -> jax.Array:
-    """f32[T, O] = x @ (weight * scales).T of x f32[T, D] in two int8 digits; on CPU only, where `serves_int8`."""
+def linear_int8(x_TD: jax.Array, weight_OD: jax.Array, scales_O: jax.Array, is_gated: bool = False) -> jax.Array:
+    """f32[T, O] = x @ (weight * scales).T of x f32[T, D] in two int8 digits; gated: f32[T, O / 2], silu of its first half times
+    the second.  On CPU only, where `serves_int8`."""
     from pallas_kernels.cpu.linear_int8 import scratch_bytes
 
     num_rows, depth = x_TD.shape
-    y = jax.ShapeDtypeStruct((num_rows, weight_OD.shape[0]), jnp.float32)
+    y = jax.ShapeDtypeStruct((num_rows, weight_OD.shape[0] // (2 if is_gated else 1)), jnp.float32)
     scratch = jax.ShapeDtypeStruct((scratch_bytes(num_rows, depth),), jnp.uint8)
-    return jax.ffi.ffi_call(_register_int8(), (y, scratch))(x_TD, weight_OD, scales_O)[0]
+    return jax.ffi.ffi_call(_register_int8(is_gated), (y, scratch))(x_TD, weight_OD, scales_O)[0]
 
 
-def _register_int8() -> str:
+def _register_int8(is_gated: bool) -> str:
     if lack := why_no_tiles():
         raise NotImplementedError(lack)
     from pallas_kernels.cpu.linear_int8 import add_linear_int8
 
-    return compile_handler("jserve_linear_int8", add_linear_int8)
+    return compile_handler("jserve_gated_int8" if is_gated else "jserve_linear_int8", add_linear_int8, is_gated)
 
 
 def register_kernels(encodings: Iterable[str]) -> None:
@@ -72,7 +73,10 @@ def register_kernels(encodings: Iterable[str]) -> None:
     compiled earlier call them by name."""
     if why_no_tiles() is None:
         for encoding in encodings:
-            _register_int8() if encoding == "INT8" else register_matmul(encoding)
+            if encoding == "INT8":
+                _register_int8(False), _register_int8(True)
+            else:
+                register_matmul(encoding)
 
 
 def register_matmul(encoding: str) -> str:

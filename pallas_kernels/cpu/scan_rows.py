@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from pallas_kernels.cpu.attention_tile import exp
+from pallas_kernels.cpu.elementwise import exp
 from pallas_kernels.cpu.emit import LANES, Emitter, broadcast, f32, f32x16, greatest_lane, i32, i32x16, sum_lanes
 from pallas_kernels.cpu.ffi_handler import add_handler, data, dim
 

@@ -133,6 +133,23 @@ class TestLinearInt8:
         operands = int8_operands(rows, 64 * depth, 32 * columns, seed)
         np.testing.assert_array_equal(linear_int8(*operands), jax.jit(two_digit_dot)(*operands))
 
+    @pytest.mark.parametrize(("rows", "columns"), [(1, 3072), (8, 32), (40, 3072), (300, 32 * 131)])
+    def test_gated_columns(self, rows, columns):
+        x, w, scales = int8_operands(rows, 576, columns, 6)
+        gate, up = np.split(np.asarray(linear_int8(x, w, scales), np.float64), 2, axis=-1)
+        expected = gate / (1 + np.exp(-np.maximum(gate, -700))) * up
+        got = np.asarray(linear_int8(x, w, scales, is_gated=True))
+        np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-30)
+
+    def test_a_gate_of_any_size_stays_a_number(self):
+        x, w, scales = int8_operands(3, 64, 32, 7)
+        scales[:16] = [1e-30, 1e-3, 1, 1e3, 1e6, 1e9, 1e12, 1e15] * 2
+        gate = np.asarray(linear_int8(x, w, scales), np.float64)[:, :16]
+        up = np.asarray(linear_int8(x, w, scales), np.float64)[:, 16:]
+        expected = np.where(gate < -80, 0, gate / (1 + np.exp(-np.maximum(gate, -80)))) * up
+        got = np.asarray(linear_int8(x, w, scales, is_gated=True))
+        np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-28)
+
     @pytest.mark.parametrize("rows", [8, 300])
     def test_rows_and_panels_are_cut_into_blocks_and_runs(self, rows):
         operands = int8_operands(rows, 1536, 32 * 131, 1)
