@@ -85,5 +85,3 @@ _READERS = MappingProxyType({
     "int8": (1, 1.0, _read_int8),
     "float8_e4m3fn": (1, 256.0, _read_float8_e4m3),
 })
-DTYPES = tuple(_READERS)
-"""Of pools that can be read."""
